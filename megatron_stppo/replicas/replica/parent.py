@@ -28,18 +28,13 @@ def watch(parent: int) -> None:
     Until `end_normally` is called, the system kills the process at once: loading a large library holds
     Python's lock, for a minute or more from a slow disk, and no thread can run meanwhile.
     """
-    _kill_with_parent(signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     threading.Thread(target=_wait, args=(parent,), name="parent", daemon=True).start()
 
 
 def end_normally() -> None:
     """Leave the end of this process to itself. Called when everything is imported."""
-    _kill_with_parent(0)
-
-
-def _kill_with_parent(number: int) -> None:
-    """number: of the signal; 0 for none."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def _wait(parent: int) -> None:

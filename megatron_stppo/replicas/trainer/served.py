@@ -201,6 +201,7 @@ class Served:
                 host, port = self._address
                 spec = layer_spec(self.learner.config)
                 offer = Offer(answer.group, host, port, self.learner.mesh.layout, spec, self._version)
+                hub.offer(offer)
                 return Step("join", answer.group, answer.hello.tensor, offer)
             found.append(answer)
             return Step("done")
@@ -238,8 +239,6 @@ class Served:
         """Build the group with a replica, and send the version that is served."""
         assert step.offer is not None
         self.learner.load_for("reshard")
-        if self._hub is not None:
-            self._hub.offer(step.offer)
         try:
             link = Link.from_trainer(self.learner, step.offer, step.tensor, self._store, self._timeout)
         except ReplicaLost as error:

@@ -13,7 +13,6 @@ from megatron_stppo.cluster.launch.slurm import LOOPBACK
 from megatron_stppo.config import ConfigError
 
 BACKLOG = 1024  # connections that the system holds until they are accepted: all replicas may start at once
-IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> str:
@@ -25,7 +24,16 @@ def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str
     replicas are on other machines.
     """
     is_local = environment.get("WORLD_SIZE", "1") == environment.get("LOCAL_WORLD_SIZE", "1")
-    name = given or (LOOPBACK if is_local and starts_replicas else _host(environment))
+    if given:
+        name = given
+    elif is_local and starts_replicas:
+        name = LOOPBACK
+    else:
+        name = environment.get("MASTER_ADDR", LOOPBACK)
+        if name == LOOPBACK and slurm.started_by_srun(environment):
+            # The ranks of a step on one node connect over its loopback interface. The replicas are other
+            # steps, which may be on other nodes.
+            name = slurm.first_ranks_host(environment)
     found = _interface(name)
     elsewhere = not is_local or (not starts_replicas and slurm.is_part_of_the_job(environment))
     if found.is_loopback and elsewhere:
@@ -59,7 +67,7 @@ def listen(address: str) -> socket.socket:
         ) from None
 
 
-def _interface(address: str) -> IPAddress:
+def _interface(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return the address of one interface. Raises ConfigError if `address` is not one, or stands for all."""
     try:
         found = ipaddress.ip_address(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
@@ -78,13 +86,3 @@ def _interface(address: str) -> IPAddress:
 
 def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
-
-
-def _host(environment: Mapping[str, str]) -> str:
-    """Return the name or address of the first rank's host, for programs on other hosts."""
-    given = environment.get("MASTER_ADDR", LOOPBACK)
-    if given == LOOPBACK and slurm.started_by_srun(environment):
-        # The ranks of a step on one node connect over its loopback interface. The replicas are other steps,
-        # which may be on other nodes.
-        return slurm.first_ranks_host(environment)
-    return given

@@ -44,9 +44,10 @@ class Listener:
     def __init__(self, address: str, max_bytes: int, inbox_bytes: int = INBOX) -> None:
         self._server, self._max_bytes, self._key = listen(address), max_bytes, secrets.token_bytes(32)
         self._inbox = Mailbox(inbox_bytes)
-        self._lock = threading.Lock()  # guards the next four
+        self._strangers = threading.Semaphore(MOST_STRANGERS)
+        self._lock = threading.Lock()  # guards the next three
         self._peers: set[Channel] = set()
-        self._strangers = self._accepted = 0
+        self._accepted = 0
         self._has_warned = self._closed = False
         host, port = self._server.getsockname()[:2]
         self.connection = Connection(host, port, self._key.hex())
@@ -116,9 +117,8 @@ class Listener:
                     time.sleep(0.0 if self._closed else RETRY)
                     continue
                 with self._lock:
-                    has_room = self._strangers < MOST_STRANGERS and len(self._peers) < MOST_PEERS
-                    self._strangers += has_room
-                if has_room:
+                    has_room = len(self._peers) < MOST_PEERS
+                if has_room and self._strangers.acquire(blocking=False):
                     threading.Thread(target=self._greet, args=(sock, where[0]), daemon=True).start()
                 else:
                     sock.close()
@@ -132,10 +132,10 @@ class Listener:
             self._warn(f"refused a client at {one_line(host)}, which does not have the key of this attempt")
         except OSError:
             pass  # it went away, or did not answer in time
+        self._strangers.release()
+        if codes is None:
+            return
         with self._lock:
-            self._strangers -= 1
-            if codes is None:
-                return
             if self._closed:
                 return sock.close()
             self._accepted += 1

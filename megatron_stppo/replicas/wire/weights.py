@@ -82,8 +82,9 @@ class Link:
     ) -> None:
         """Join the group and plan the copies. Use from_trainer or from_replica.
 
-        tensors: those of this rank. tensor: ranks of the replica. store: on the trainer; None on the replica.
-        adapters: None if all weights are trained. terms: of the trainer's adapters, as for Resharder.
+        tensors: those of this rank. tensor: ranks of the replica. timeout: see bridge.join. store: on the
+        trainer; None on the replica. adapters: None if all weights are trained. terms: of the trainer's
+        adapters, as for Resharder.
         """
         self.name, self._is_trainer = offer.group, store is not None
         self._store = connect_store(offer.host, offer.port, timeout) if store is None else store
@@ -125,10 +126,9 @@ class Link:
     ) -> Self:
         """Connect to a replica. Collective over the trainer's ranks and the replica's.
 
-        The policy's weights must be loaded (learner.load_for("reshard")), here and in sync().
-        tensor: ranks of the replica. store: host_store() on the trainer's first rank, connect_store() on the
-        others. timeout: see bridge.join.
-        Raises ReplicaLost on all ranks of the trainer.
+        The policy's weights must be loaded (learner.load_for("reshard")), here and in sync(). store:
+        host_store() on the trainer's first rank, connect_store() on the others. Raises ReplicaLost on all
+        ranks of the trainer.
         """
         weights = build.named_parameters(learner.policy)
         config, mesh, shape = learner.config, learner.mesh, learner.shape
@@ -147,10 +147,8 @@ class Link:
     ) -> Self:
         """Connect to the trainer. Collective over the trainer's ranks and the replica's.
 
-        From now on the engine generates only with weights that this link has received. adapters: those of the
-        run, None if all weights are trained.
-        Raises RuntimeError or OSError if the trainer is lost, and ReshardError if a rank's tensors do not
-        match its layout.
+        From now on the engine generates only with weights that this link has received. Raises RuntimeError or
+        OSError if the trainer is lost, and ReshardError if a rank's tensors do not match its layout.
         """
         ranks = dist.get_world_size()
         link = cls(engine.parameters(), shape, offer, ranks, timeout, adapters=adapters)
