@@ -40,8 +40,7 @@ from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.messages import Alive, Assignment, Done, Hello, Play
-from megatron_stppo.replicas.wire.payloads import message_limit, pack
+from megatron_stppo.replicas.wire.messages import Alive, Assignment, Done, Hello, Play, message_limit, pack
 
 VOCABULARY = 151_936
 TIMES = 10  # how much more than the expected rate is needed

@@ -17,8 +17,7 @@ from megatron_stppo.replicas.wire.channel import LENGTH, Channel, authenticate
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.keys import Connection
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.messages import Counters, Ready
-from megatron_stppo.replicas.wire.payloads import pack
+from megatron_stppo.replicas.wire.messages import Counters, Ready, pack
 
 MAX = 2**20  # bytes of a message
 READY = pack(Ready(1), MAX)

@@ -16,6 +16,7 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import (
+    MOST_BYTES,
     Announce,
     Assignment,
     Done,
@@ -27,7 +28,6 @@ from megatron_stppo.replicas.wire.messages import (
     Ready,
     Stop,
 )
-from megatron_stppo.replicas.wire.payloads import MOST_BYTES
 from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from megatron_stppo.weights.sharding.spans import row_widths, training_layouts

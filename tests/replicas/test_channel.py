@@ -33,8 +33,10 @@ from megatron_stppo.replicas.wire.messages import (
     Ready,
     ReplicaEnds,
     Stop,
+    limit_of,
+    message_limit,
+    pack,
 )
-from megatron_stppo.replicas.wire.payloads import limit_of, message_limit, pack
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from tests.replicas.peers import (
     MAX,

@@ -38,8 +38,9 @@ from megatron_stppo.replicas.wire.messages import (
     Ready,
     ReplicaEnds,
     Stop,
+    pack,
+    unpack_from_replica,
 )
-from megatron_stppo.replicas.wire.payloads import pack, unpack_from_replica
 from tests.replicas.peers import (
     MAX,
     READY,

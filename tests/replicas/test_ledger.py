@@ -14,7 +14,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.trainer.groups import Order, Taken, Terms
 from megatron_stppo.replicas.trainer.ledger import Ledger
-from megatron_stppo.replicas.wire.payloads import decode_episodes, encode_episodes
+from megatron_stppo.replicas.wire.messages import decode_episodes, encode_episodes
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(7))
 ELSEWHERE = Task("other", (), ("no",), "train", 99)

@@ -13,8 +13,7 @@ from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.trainer.groups import Order, Taken, Terms
 from megatron_stppo.replicas.trainer.ledger import Ledger
-from megatron_stppo.replicas.wire.messages import Assignment
-from megatron_stppo.replicas.wire.payloads import decode_episodes, encode_episodes
+from megatron_stppo.replicas.wire.messages import Assignment, decode_episodes, encode_episodes
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(40))
 SAMPLES = 2

@@ -31,8 +31,7 @@ from megatron_stppo.replicas.wire.address import is_loopback
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.digest import model_digest
 from megatron_stppo.replicas.wire.keys import FOLDER, Connection
-from megatron_stppo.replicas.wire.messages import Hello, process_name
-from megatron_stppo.replicas.wire.payloads import limit_of
+from megatron_stppo.replicas.wire.messages import Hello, limit_of, process_name
 from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.tool_wait import ToolWait

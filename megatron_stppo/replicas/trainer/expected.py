@@ -1,7 +1,7 @@
 """What a replica must have in common with the trainer, and which episodes it can send.
 
 A replica may be broken, or hostile. Decoding has refused negative token ids and log-probs above 0
-(wire/payloads.py). crew.py checks that the episode was assigned to the replica and is not sent twice, and
+(wire/messages.py). crew.py checks that the episode was assigned to the replica and is not sent twice, and
 uses the trainer's own copy of the task. Numbers that are not finite pass: the update refuses them, in every
 mode (data/finite.py).
 """

@@ -33,8 +33,7 @@ from megatron_stppo.replicas.trainer.crew import Member
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.measure import ServingMeter
 from megatron_stppo.replicas.wire import keys
-from megatron_stppo.replicas.wire.messages import Assignment, Offer
-from megatron_stppo.replicas.wire.payloads import decode_episodes, encode_episodes
+from megatron_stppo.replicas.wire.messages import Assignment, Offer, decode_episodes, encode_episodes
 from megatron_stppo.replicas.wire.weights import Link, ReplicaLost
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.episodes.failures import FailureLimit

@@ -30,7 +30,7 @@ from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.wire import address, keys
 from megatron_stppo.replicas.wire.digest import model_digest
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.payloads import limit_of
+from megatron_stppo.replicas.wire.messages import limit_of
 from megatron_stppo.replicas.wire.weights import tell_lost
 from megatron_stppo.rollout.episodes.playable import playable
 from megatron_stppo.validation import model_layout

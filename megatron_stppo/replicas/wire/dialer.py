@@ -12,8 +12,14 @@ from collections.abc import Callable
 
 from megatron_stppo.replicas.wire.channel import HANDSHAKE, Channel, Mailbox, NotAuthentic, authenticate
 from megatron_stppo.replicas.wire.keys import Connection
-from megatron_stppo.replicas.wire.messages import Alive, Counters, FromReplica, FromTrainer
-from megatron_stppo.replicas.wire.payloads import pack, unpack_from_trainer
+from megatron_stppo.replicas.wire.messages import (
+    Alive,
+    Counters,
+    FromReplica,
+    FromTrainer,
+    pack,
+    unpack_from_trainer,
+)
 
 
 class Dialer:

@@ -19,8 +19,7 @@ from megatron_stppo.replicas.wire.channel import (
     authenticate,
 )
 from megatron_stppo.replicas.wire.keys import Connection
-from megatron_stppo.replicas.wire.messages import FromReplica, FromTrainer
-from megatron_stppo.replicas.wire.payloads import pack, unpack_from_replica
+from megatron_stppo.replicas.wire.messages import FromReplica, FromTrainer, pack, unpack_from_replica
 
 log = logging.getLogger(__name__)
 
