@@ -7,10 +7,9 @@ A pair is TRAINING:ENGINE: the axes of `parallel:`, and the engine's tensor para
 if there is a GPU for every rank, otherwise gloo. Every round calls all variants in turn. A time is that of
 the slowest rank, measured from a barrier. The variants are:
 
-    reshard, unchecked   a whole weight sync of random weights without checksums
-    reshard, checked     the same with checksums of every copy on both ranks
-    plain                one all_to_all_single of the bytes that must cross between ranks, already packed
-    local copies         a rank's copies with casts: into the packed buffer, out of it, and within the rank
+    reshard        a whole weight sync of random weights, with checksums of every copy on both ranks
+    plain          one all_to_all_single of the bytes that must cross between ranks, already packed
+    local copies   a rank's copies with casts: into the packed buffer, out of it, and within the rank
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.spans import PADDING, row_widths, serving_layouts, training_layouts
 
-UNCHECKED, CHECKED, PLAIN, LOCAL = "reshard, unchecked", "reshard, checked", "plain", "local copies"
-NEVER = 1 << 62  # compare every n-th copy, counted from the version; with this n, none is compared
+RESHARD, PLAIN, LOCAL = "reshard", "plain", "local copies"
 
 
 @dataclass(frozen=True)
@@ -94,13 +92,8 @@ def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: tor
         for side, dtype in ((train, source_type), (engine, target_type))
     )
     sides = (source, target, train, engine, widths)
-    resharders = {
-        UNCHECKED: Resharder(*sides, verify_share=NEVER, bucket_bytes=given.bucket_bytes),
-        CHECKED: Resharder(*sides, bucket_bytes=given.bucket_bytes),
-    }
-    variants: dict[str, Callable[[], object]] = {
-        name: lambda each=each: each.sync(1) for name, each in resharders.items()
-    }
+    resharder = Resharder(*sides, bucket_bytes=given.bucket_bytes)
+    variants: dict[str, Callable[[], object]] = {RESHARD: lambda: resharder.sync(1)}
     copies = list(plan_copies(train, engine, widths))
     sizes = traffic(copies, widths)
     to, come = sizes[rank], [row[rank] for row in sizes]
@@ -110,7 +103,7 @@ def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: tor
         as_bytes = receive.view(torch.uint8), send.view(torch.uint8)
         variants[PLAIN] = lambda: dist.all_to_all_single(*as_bytes, *splits)
     variants[LOCAL] = local(copies, rank, source, target, send, receive)
-    report = resharders[CHECKED].sync(1)
+    report = resharder.sync(1)
     return Measured(
         pair,
         report.bytes_moved,
@@ -201,10 +194,10 @@ def show(found: Sequence[Measured], about: dict, console: Console) -> None:
         "Times in ms, median (p10-p90); x: of plain, of plain and local copies together",
         highlight=False,
     )
-    table = Table("pair", "moved MB", "/ bound", "kept MB", "buckets", PLAIN, LOCAL, UNCHECKED, CHECKED)
+    table = Table("pair", "moved MB", "/ bound", "kept MB", "buckets", PLAIN, LOCAL, RESHARD)
     for row in found:
         cells = []
-        for variant in (PLAIN, LOCAL, UNCHECKED, CHECKED):
+        for variant in (PLAIN, LOCAL, RESHARD):
             if variant not in row.times:
                 cells.append("-")
                 continue

@@ -50,7 +50,7 @@ def compare(folder: Path, ranks: int, parallel: dict[str, Any]) -> str:
     from megatron_stppo.config import Config
     from megatron_stppo.parallel.layout import Layout
     from megatron_stppo.plan.work import kinds, standing_at
-    from megatron_stppo.weights.reshard.plan import build_plan
+    from megatron_stppo.weights.reshard.plan import plan_copies
     from megatron_stppo.weights.sharding.hf_names import read_shape
     from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts
 
@@ -64,7 +64,7 @@ def compare(folder: Path, ranks: int, parallel: dict[str, Any]) -> str:
     )
     layout, weights, modules = Layout.of_world(ranks, config.parallel), 0, set()
     sources = training_layouts(shape, layout, spec="transformer_engine")
-    build_plan(sources, serving_layouts(shape, ranks, ranks), row_widths(shape))
+    list(plan_copies(sources, serving_layouts(shape, ranks, ranks), row_widths(shape)))
     for kind in kinds(layout, sources):
         # TransformerEngine's modules refuse to be built without a GPU, even on the meta device
         gpu = mock.patch("torch.cuda.is_available", lambda: True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.weights.reshard.merging import Term
-from megatron_stppo.weights.reshard.resharder import Resharder, State, SyncReport, nothing
+from megatron_stppo.weights.reshard.resharder import Resharder, SyncReport, nothing
 from megatron_stppo.weights.sharding.transfers import Transfer, Transfers
 
 
@@ -39,13 +39,10 @@ class EngineSync:
         rank = dist.get_rank(group)
         unplanned = transfers.targets(rank, engine)
 
-        def resharder(transfer: Transfer, *, last: bool) -> Resharder:
-            # The last one gets all tensors that are left, and raises if its layouts do not name them.
-            named = list(unplanned) if last else transfer.targets.get(rank, {})
-            targets = {name: unplanned.pop(name) for name in named if name in unplanned}
+        def resharder(transfer: Transfer, names: Iterable[str]) -> Resharder:
             return Resharder(
                 source,
-                targets,
+                {name: unplanned.pop(name) for name in [*names] if name in unplanned},
                 *transfer,
                 terms,
                 group=group,
@@ -53,10 +50,10 @@ class EngineSync:
                 on_bucket=on_bucket,
             )
 
-        self._once: Resharder | None = None
-        if transfers.once is not None:
-            self._once = resharder(transfers.once, last=False)
-        self._each = resharder(transfers.each, last=True)
+        once = transfers.once
+        self._once = resharder(once, once.targets.get(rank, ())) if once is not None else None
+        # It gets all tensors that are left, and raises if its layouts do not name them.
+        self._each = resharder(transfers.each, unplanned)
 
     def published(self) -> int:
         """Return the version of the engine's tensors.
@@ -79,7 +76,7 @@ class EngineSync:
 
         Raises ReshardError as Resharder.sync does. It is safe to call it again.
         """
-        if self._once is None or self._once.state is State.SYNCED:
+        if self._once is None or self._once.synced:
             return self._each.sync(version)
         once, each = self._once.sync(version), self._each.sync(version)
         return replace(
@@ -89,5 +86,4 @@ class EngineSync:
             buckets=once.buckets + each.buckets,
             compared=once.compared + each.compared,
             checksum=once.checksum + each.checksum,
-            seconds=once.seconds + each.seconds,
         )

@@ -9,16 +9,15 @@ buffer), and bucket k+1 is packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.weights.reshard.merging import Term, computed
-from megatron_stppo.weights.reshard.plan import ReshardPlan, RowCopy, buckets
+from megatron_stppo.weights.reshard.merging import Move, Term
+from megatron_stppo.weights.reshard.plan import RowCopy, buckets
 from megatron_stppo.weights.reshard.staging import Bucket, BucketSlice, Copies, Staging
 from megatron_stppo.weights.reshard.verify import Checks, Summed
 
@@ -57,13 +56,13 @@ class Home(NamedTuple):
 class Exchange:
     """This rank's part of a plan, bound to its tensors.
 
-    dtypes: {(rank, target tensor): type}; widths: {hf_key: elements per row}. Ranks count within `group`.
-    terms: {(source tensor, hf_key): term} of adapters, which are added to the rows.
+    copies: the whole plan; ranks count within `group`. dtypes: {(rank, target tensor): type}. widths:
+    {hf_key: elements per row}. terms: {(source tensor, hf_key): term} of adapters.
     """
 
     def __init__(
         self,
-        plan: ReshardPlan,
+        copies: Sequence[RowCopy],
         source: Mapping[str, Tensor],
         target: Mapping[str, Tensor],
         dtypes: Mapping[tuple[int, str], torch.dtype],
@@ -81,8 +80,8 @@ class Exchange:
         def row_bytes(copy: RowCopy) -> int:
             return widths[copy.hf_key] * dtypes[copy.target_rank, copy.target].itemsize
 
-        remote = [copy for copy in plan.copies if copy.source_rank != copy.target_rank]
-        at_home = [copy for copy in plan.copies if copy.source_rank == copy.target_rank]
+        remote = [copy for copy in copies if copy.source_rank != copy.target_rank]
+        at_home = [copy for copy in copies if copy.source_rank == copy.target_rank]
         self.bytes_moved = sum(copy.size * row_bytes(copy) for copy in remote)
         self.bytes_self = sum(copy.size * row_bytes(copy) for copy in at_home)
         # Of each bucket, the copies that this rank sends or receives: all of a cluster would take gigabytes.
@@ -99,9 +98,7 @@ class Exchange:
         own = [copy for copy in at_home if copy.source_rank == self._rank]
         self._shares = _shares(own, row_bytes, len(self._groups))
         self.buckets: list[Bucket] = []
-        # The copies that each bucket sends, or None if adapters are added; _arriving: those it receives.
-        self._leaving: list[Summed | None] = []
-        self._arriving: list[Summed] = []
+        self.due: list[Summed] = []  # the copies that must have arrived at the end
         self._home: list[Home] = []
         self._staging: Staging | None = None
         self._addresses: list[int] | None = None  # those to which the views belong
@@ -111,9 +108,13 @@ class Exchange:
 
         Not collective: it allocates memory, and a rank without a buffer could not exchange bytes.
         """
-        if self._addresses != (addresses := self._addresses_now()):
-            self._addresses = None
-            self._bind()
+        addresses = [tensor.data_ptr() for side in (self._source, self._target) for tensor in side.values()]
+        if self._addresses != addresses:
+            self._addresses = self._staging = None
+            self.buckets = [self._bucket(group) for group in self._groups]
+            self._home = [self._at_home(share) for share in self._shares]
+            received = [_summed(bucket.receives) for bucket in self.buckets]
+            self.due = [*received, *(home.targets for home in self._home)]
             self._addresses = addresses
         staging = self._staging or Staging(self.buckets, self._device)
         # On a GPU generation and training need the memory. On a CPU keeping it is cheaper than allocating
@@ -126,10 +127,20 @@ class Exchange:
         self, staging: Staging, guard: ErrorHolder, on_bucket: Callable[[int], None], checks: Checks
     ) -> None:
         """Execute the whole plan. Collective. An error of this rank is stored in `guard`."""
+
+        def arrive(work: dist.Work | None, index: int) -> None:
+            if work is not None:
+                work.wait()
+                guard(staging.unpack, index)
+
+        def copy_at_home(home: Home) -> None:
+            home.copies()
+            checks.sent(home.sources)
+
         travelling: dist.Work | None = None
         for index, bucket in enumerate(self.buckets):
             guard(on_bucket, index)
-            guard(self._pack, index, staging, checks)
+            guard(lambda index=index: checks.sent(staging.pack(index)))
             work = dist.all_to_all_single(
                 staging.receive(index),
                 staging.send(index),
@@ -138,78 +149,42 @@ class Exchange:
                 group=self._group,
                 async_op=True,
             )
-            self._arrive(travelling, index - 1, staging, guard)
-            guard(self._copy_at_home, index, checks)
+            arrive(travelling, index - 1)
+            guard(copy_at_home, self._home[index])
             travelling = work
-        self._arrive(travelling, len(self.buckets) - 1, staging, guard)
+        arrive(travelling, len(self.buckets) - 1)
         if not self.buckets:
-            guard(self._copy_at_home, 0, checks)
-        for summed in self._arriving:
-            checks.due(summed)
-
-    def _arrive(self, work: dist.Work | None, index: int, staging: Staging, guard: ErrorHolder) -> None:
-        if work is not None:
-            work.wait()
-            guard(staging.unpack, index)
-
-    def _copy_at_home(self, index: int, checks: Checks) -> None:
-        home = self._home[index]
-        home.copies()
-        checks.sent(home.sources)
-        checks.due(home.targets)
-
-    def _pack(self, index: int, staging: Staging, checks: Checks) -> None:
-        staging.pack(index)
-        unmerged = self._leaving[index]
-        checks.sent(staging.packed(index) if unmerged is None else unmerged)
-
-    def _bind(self) -> None:
-        """Make views of the tensors at their present addresses."""
-        self._staging = None
-        self.buckets = [self._bucket(group) for group in self._groups]
-        self._leaving = [
-            None if any(s.term for s in bucket.sends) else _summed(bucket.sends) for bucket in self.buckets
-        ]
-        self._arriving = [_summed(bucket.receives) for bucket in self.buckets]
-        self._home = [self._at_home(share) for share in self._shares]
+            guard(copy_at_home, self._home[0])
 
     def _at_home(self, share: list[RowCopy]) -> Home:
-        sources, targets = ([view(c) for c in share] for view in (self._source_view, self._target_view))
-        dtypes = [target.dtype for target in targets]
-        of_each = list(zip(share, sources, targets, map(self._term, share), strict=True))
-        copies = Copies(
-            ((source, target) for _, source, target, term in of_each if term is None),
-            (
-                computed(copy, source, term, target)
-                for copy, source, target, term in of_each
-                if term is not None
-            ),
-        )
-        # Merged rows exist only in their target, where they are summed when they are written and at the end.
-        written = [source if term is None else target for _, source, target, term in of_each]
-        return Home(copies, Summed(share, written, dtypes), Summed(share, targets, dtypes))
-
-    def _addresses_now(self) -> list[int]:
-        return [tensor.data_ptr() for side in (self._source, self._target) for tensor in side.values()]
+        moves = [Move(c, self._source_view(c), self._target_view(c), self._term(c)) for c in share]
+        targets = [move.target for move in moves]
+        at_end = Summed(share, targets, [target.dtype for target in targets])
+        return Home(Copies(moves), Summed.where_written(moves), at_end)
 
     def _bucket(self, copies: list[RowCopy]) -> Bucket:
         # Both ends sort by the rank of the other and keep the order of the plan within a pair, so that no
         # header is needed.
         sends = sorted((c for c in copies if c.source_rank == self._rank), key=lambda c: c.target_rank)
         receives = sorted((c for c in copies if c.target_rank == self._rank), key=lambda c: c.source_rank)
-        out, send_splits = self._segments(sends, self._source_view, lambda c: c.target_rank)
-        out = [replace(segment, term=self._term(segment.copy)) for segment in out]
-        into, receive_splits = self._segments(receives, self._target_view, lambda c: c.source_rank)
-        return Bucket(out, into, send_splits, receive_splits)
+        out, send_splits = self._segments(
+            (c, c.target_rank, self._source_view(c), self._term(c)) for c in sends
+        )
+        into, receive_splits = self._segments(
+            (c, c.source_rank, self._target_view(c), None) for c in receives
+        )
+        unmerged = None if any(segment.term for segment in out) else _summed(out)
+        return Bucket(out, into, unmerged, send_splits, receive_splits)
 
     def _segments(
-        self, copies: list[RowCopy], view: Callable[[RowCopy], Tensor], peer: Callable[[RowCopy], int]
+        self, copies: Iterable[tuple[RowCopy, int, Tensor, Term | None]]
     ) -> tuple[list[BucketSlice], list[int]]:
+        """Return the places of copies (copy, other rank, view, term) in a buffer, and the bytes per rank."""
         segments, splits, start = [], [0] * self._world, 0
-        for copy in copies:
-            segment = BucketSlice(copy, view(copy), self._dtypes[copy.target_rank, copy.target], start)
+        for copy, peer, view, term in copies:
+            segment = BucketSlice(copy, view, self._dtypes[copy.target_rank, copy.target], start, term)
             size = -(-(segment.stop - start) // WORD) * WORD
-            splits[peer(copy)] += size
+            splits[peer] += size
             start += size
             segments.append(segment)
         return segments, splits

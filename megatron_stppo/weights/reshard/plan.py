@@ -11,9 +11,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans
@@ -45,21 +43,6 @@ class RowCopy(NamedTuple):
     hf_key: str
 
 
-@dataclass(frozen=True)
-class ReshardPlan:
-    """All copies of a reshard, in the order of build_plan."""
-
-    copies: tuple[RowCopy, ...]
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash that is equal on two ranks if and only if they planned the same copies in the same order."""
-        found = hashlib.sha256()
-        for copy in self.copies:  # one by one: those of a cluster are gigabytes of text
-            found.update(repr(copy).encode())
-        return found.hexdigest()
-
-
 class Holder(NamedTuple):
     """A holder of rows [start, stop) of one hf_key: on `rank`, in `tensor`, from local row `local` on."""
 
@@ -71,23 +54,6 @@ class Holder(NamedTuple):
     dim: int
 
 
-def build_plan(
-    sources: Mapping[int, Spans],
-    targets: Mapping[int, Spans],
-    widths: Mapping[str, int],
-    *,
-    ranks_per_node: int = 8,
-) -> ReshardPlan:
-    """Return the plan that writes every row of every target exactly once.
-
-    If several ranks hold a row, the target's own rank is preferred, then ranks of its node; among the
-    remaining ranks the one that has sent least is chosen. widths: {hf_key: elements per row}. Raises
-    PlanError if a layout does not tile its tensors, or if the two sides do not hold the same rows of every
-    checkpoint tensor that the targets name.
-    """
-    return ReshardPlan(tuple(plan_copies(sources, targets, widths, ranks_per_node=ranks_per_node)))
-
-
 def plan_copies(
     sources: Mapping[int, Spans],
     targets: Mapping[int, Spans],
@@ -95,7 +61,14 @@ def plan_copies(
     *,
     ranks_per_node: int = 8,
 ) -> Iterator[RowCopy]:
-    """Yield the copies of build_plan one by one, so that those of a whole cluster need not fit in memory."""
+    """Yield the copies that write every row of every target exactly once. Those of a cluster need not fit in
+    memory.
+
+    If several ranks hold a row, the target's own rank is preferred, then ranks of its node; among the
+    remaining ranks the one that has sent least is chosen. widths: {hf_key: elements per row}. Raises
+    PlanError if a layout does not tile its tensors, or if the two sides do not hold the same rows of every
+    checkpoint tensor that the targets name.
+    """
     holders = _holders(_flatten("source", sources))
     distinct = {id(spans): (rank, spans) for rank, spans in targets.items()}  # replicas share their layout
     _check_rows(_holders(_flatten("target", dict(distinct.values()))), holders)
@@ -108,6 +81,15 @@ def plan_copies(
                     for copy in _fetch(rank, name, span, places[span.hf_key], sent, ranks_per_node):
                         sent[copy.source_rank] += copy.size * widths[copy.hf_key]
                         yield copy
+
+
+def digest(copies: Iterable[RowCopy]) -> str:
+    """Return a hash that is equal on two ranks if and only if they planned the same copies in the same
+    order."""
+    found = hashlib.sha256()
+    for copy in copies:  # one by one: those of a cluster are gigabytes of text
+        found.update(repr(copy).encode())
+    return found.hexdigest()
 
 
 class _Places:

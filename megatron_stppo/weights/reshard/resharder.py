@@ -1,17 +1,13 @@
 """The interface of the reshard for the training loop: sync a version, and return the version that is served.
 
-    SYNCED(v) -> UPDATING -> SYNCED(v+1)   or   POISONED
-
 A sync succeeds on all ranks or fails on all ranks. After an error the engine must not generate, because it
 holds rows of two versions and would use them without an error. The remedy is another whole sync.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 import torch.distributed as dist
@@ -21,15 +17,9 @@ from megatron_stppo.parallel.collectives import all_reduce_sum, gather_records
 from megatron_stppo.parallel.raise_together import by_rank, raise_together
 from megatron_stppo.weights.reshard.execute import ErrorHolder, Exchange
 from megatron_stppo.weights.reshard.merging import Term
-from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, PlanError, ReshardPlan, build_plan
+from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, digest, plan_copies
 from megatron_stppo.weights.reshard.verify import Checks, ReshardError
 from megatron_stppo.weights.sharding.tiles import PADDING, Spans
-
-
-class State(Enum):
-    SYNCED = "synced"
-    UPDATING = "updating"
-    POISONED = "poisoned"
 
 
 @dataclass(frozen=True)
@@ -46,7 +36,6 @@ class SyncReport:
     buckets: int
     compared: int  # copies whose checksums were compared, over all ranks
     checksum: int  # sum of these checksums; equal for equal weights under equal layouts
-    seconds: float  # on this rank, until the device is idle
 
 
 def nothing(bucket: int) -> None:
@@ -62,7 +51,6 @@ class Resharder:
     terms: {(source tensor, hf_key): term} of this rank's adapters, with which rows are computed while they
     are packed (merging.py): the engine gets W + scale * B A, or scale * B.
     bucket_bytes: the most bytes that a rank sends at once; default: BUCKET_BYTES of the device.
-    verify_share: n compares one copy in n, and a different set with each version.
     on_bucket: called with the index of a bucket before it is packed; an error that it raises fails the sync.
 
     Construction is collective. It raises ReshardError on all ranks if the tensors of any rank do not match
@@ -80,51 +68,53 @@ class Resharder:
         *,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
-        verify_share: int = 1,
         ranks_per_node: int = 8,
         on_bucket: Callable[[int], None] = nothing,
     ) -> None:
         self._group, self._rank = group, dist.get_rank(group)
-        self._verify_share, self._on_bucket = verify_share, on_bucket
-        self._state, self._version, self._reason = State.POISONED, -1, "no sync has run yet"
+        self._on_bucket = on_bucket
+        self._version, self._reason = -1, "no sync has run yet"
         self._device = next((t.device for t in [*source.values(), *target.values()]), torch.device("cpu"))
         own_source, own_target = (side.get(self._rank, {}) for side in (source_layouts, target_layouts))
         problem = mismatch("source", source, own_source, widths, all_named=False)
         problem += mismatch("target", target, own_target, widths, all_named=True)
-        plan = ReshardPlan(())
+        plan: list[RowCopy] = []
         try:
-            plan = build_plan(source_layouts, target_layouts, widths, ranks_per_node=ranks_per_node)
+            plan = list(plan_copies(source_layouts, target_layouts, widths, ranks_per_node=ranks_per_node))
         except PlanError as error:  # reported to all ranks, because other ranks may have made a plan
             problem += str(error)
-        raise_together(problem or None, _mismatches, str, group)
-        dtypes = self._agree(plan.digest, target)
-        limit = bucket_bytes or BUCKET_BYTES[self._device.type]
+        raise_together(problem or None, lambda found: ReshardError(by_rank(found)), str, group)
+        dtypes = self._agree(digest(plan), target)
         self._padding = _padding(target, own_target)
         self._exchange = Exchange(
-            *(plan, source, target, dtypes, widths, terms or {}),
+            plan,
+            source,
+            target,
+            dtypes,
+            widths,
+            terms or {},
             group=group,
             device=self._device,
-            bucket_bytes=limit,
+            bucket_bytes=bucket_bytes or BUCKET_BYTES[self._device.type],
         )
 
     @property
-    def state(self) -> State:
-        return self._state
+    def synced(self) -> bool:
+        """Whether the last sync succeeded on all ranks."""
+        return not self._reason
 
     def published(self) -> int:
         """Return the version of the engine's weights.
 
         Raises ReshardError unless the last sync succeeded on all ranks.
         """
-        if self._state is not State.SYNCED:
-            raise ReshardError(
-                f"the engine's weights are {self._state.value} ({self._reason}); run a whole sync first"
-            )
+        if self._reason:
+            raise ReshardError(f"the engine's weights are poisoned ({self._reason}); run a whole sync first")
         return self._version
 
     def poison(self, reason: str) -> None:
         """Refuse generation until the next sync, for errors that the loop finds. Call it on all ranks."""
-        self._state, self._reason = State.POISONED, reason
+        self._reason = reason
 
     def sync(self, version: int) -> SyncReport:
         """Write all of the engine's weights, which then have version `version`. Collective.
@@ -132,34 +122,25 @@ class Resharder:
         Raises ReshardError on all ranks if any rank failed or any checksum differs. It is safe to call it
         again, because every call writes all rows.
         """
-        self._state, self._reason = State.UPDATING, f"sync to version {version} has not ended"
-        started = time.perf_counter()
+        self.poison(f"sync to version {version} has not ended")
         try:
-            compared, total = self._sync(version)
+            compared, total = self._sync()
         except BaseException as error:
             self.poison(f"sync to version {version} failed: {error}")
             raise
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._state, self._version = State.SYNCED, version
-        seconds = time.perf_counter() - started
-        moved, at_home = self._exchange.bytes_moved, self._exchange.bytes_self
-        return SyncReport(version, moved, at_home, len(self._exchange.buckets), compared, total, seconds)
+        self._version, self._reason = version, ""
+        rows = self._exchange
+        return SyncReport(version, rows.bytes_moved, rows.bytes_self, len(rows.buckets), compared, total)
 
-    def _sync(self, version: int) -> tuple[int, int]:
-        guard, share = ErrorHolder(), self._verify_share
-        checks = Checks(
-            self._group,
-            dist.get_world_size(self._group),
-            self._device,
-            lambda number: (number + version) % share == 0,
-        )
+    def _sync(self) -> tuple[int, int]:
+        guard, checks = ErrorHolder(), Checks(self._group, self._device)
         self._exchange_rows(guard, checks)
-        sums = guard(checks.sum)
+        guard(checks.sum, self._exchange.due)
         self._raise_together(guard.error)
-        assert sums is not None, "a rank without them has raised"
-        checks.exchange(sums)
-        differ, compared, total = guard(sums.compare) or ((), 0, 0)
+        checks.exchange()
+        differ, compared, total = guard(checks.compare) or ((), 0, 0)
         error = guard.error
         if differ:
             first = differ[0]
@@ -171,10 +152,12 @@ class Resharder:
         totals = all_reduce_sum(torch.tensor([compared, total]), self._group)
         return int(totals[0]), int(totals[1])
 
+    @torch.no_grad()
     def _exchange_rows(self, guard: ErrorHolder, checks: Checks) -> None:
         """Write all rows. Collective. The buffers are freed on return, before the checksums need memory."""
         staging = guard(self._exchange.prepare)
-        guard(self._zero_padding)
+        for rows in self._padding:
+            rows.zero_()
         self._raise_together(guard.error)
         assert staging is not None, "a rank without it has raised"
         self._exchange.run(staging, guard, self._on_bucket, checks)
@@ -184,20 +167,14 @@ class Resharder:
         own = f"{type(error).__name__}: {error}" if error else None
         raise_together(own, lambda found: ReshardError(by_rank(found)), str, self._group, cause=error)
 
-    @torch.no_grad()
-    def _zero_padding(self) -> None:
-        for rows in self._padding:
-            rows.zero_()
-
-    def _agree(self, digest: str, target: Mapping[str, Tensor]) -> dict[tuple[int, str], torch.dtype]:
+    def _agree(self, planned: str, target: Mapping[str, Tensor]) -> dict[tuple[int, str], torch.dtype]:
         """Return the types of the target tensors, {(rank, name): type}. Collective.
 
         Raises ReshardError if two ranks made different plans.
         """
         types = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in target.items()}
-        said = [
-            declared for (declared,) in gather_records([_Declared(digest, types)], _Declared, self._group)
-        ]
+        own = _Declared(planned, types)
+        said = [declared for (declared,) in gather_records([own], _Declared, self._group)]
         odd = [rank for rank, record in enumerate(said) if record.digest != said[0].digest]
         if odd:
             raise ReshardError(
@@ -216,10 +193,6 @@ class _Declared:
 
     digest: str
     types: dict[str, str]  # of its target tensors
-
-
-def _mismatches(problems: dict[int, str]) -> ReshardError:
-    return ReshardError(" ".join(f"rank {rank}: {problem}" for rank, problem in problems.items()))
 
 
 def _padding(target: Mapping[str, Tensor], spans: Spans) -> list[Tensor]:

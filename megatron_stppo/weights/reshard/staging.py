@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.ops.bucket_copy import BucketCopy, expressible
-from megatron_stppo.weights.reshard.merging import Computed, Term, computed
+from megatron_stppo.weights.reshard.merging import Move, Term
 from megatron_stppo.weights.reshard.plan import RowCopy
 from megatron_stppo.weights.reshard.verify import Summed
 
@@ -22,7 +22,7 @@ class BucketSlice:
     view: Tensor
     dtype: torch.dtype  # the target's
     start: int
-    term: Term | None = None  # of an adapter, in a view that is packed from
+    term: Term | None  # of an adapter, in a view that is packed from
 
     @property
     def stop(self) -> int:
@@ -38,32 +38,35 @@ class Bucket:
 
     sends: list[BucketSlice]
     receives: list[BucketSlice]
+    unmerged: Summed | None  # the sends in their sources; None if a term is added to some of them
     send_splits: list[int]
     receive_splits: list[int]
 
 
 class Copies:
-    """Copies between pairs (source, target) of views, prepared once, and rows that are computed (merging.py).
+    """Moves of rows, prepared once. Each call makes all copies in a few kernels, and then computes rows.
 
-    Each call makes all copies in a few kernels, and then computes rows.
     Views that ops.bucket_copy does not support (types other than float32 and bfloat16) are copied one by one.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], rows: Iterable[Computed] = ()) -> None:
-        self._rows = list(rows)
-        known: list[tuple[Tensor, Tensor]] = []
-        self._others: list[tuple[Tensor, Tensor]] = []
-        for source, target in pairs:
-            both = expressible(source) and expressible(target)
-            (known if both else self._others).append((source, target))
-        self._known = BucketCopy([source for source, _ in known], [target for _, target in known])
+    def __init__(self, moves: Iterable[Move]) -> None:
+        known: list[Move] = []
+        self._others: list[Move] = []
+        self._computed: list[Move] = []
+        for move in moves:
+            if move.term is not None:
+                self._computed.append(move)
+            else:
+                both = expressible(move.source) and expressible(move.target)
+                (known if both else self._others).append(move)
+        self._known = BucketCopy([move.source for move in known], [move.target for move in known])
 
     def __call__(self) -> None:
         self._known()
-        for source, target in self._others:
-            target.copy_(source)
-        for write in self._rows:
-            write()
+        for move in self._others:
+            move.target.copy_(move.source)
+        for move in self._computed:
+            move.compute()
 
 
 class Staging:
@@ -79,8 +82,7 @@ class Staging:
         self._buckets = buckets
         self._send = two([sum(bucket.send_splits) for bucket in buckets])
         self._receive = two([sum(bucket.receive_splits) for bucket in buckets])
-        self._packs: dict[int, Copies] = {}
-        self._packed: dict[int, Summed] = {}
+        self._packs: dict[int, tuple[Copies, Summed]] = {}
         self._unpacks: dict[int, Copies] = {}
 
     def send(self, index: int) -> Tensor:
@@ -91,28 +93,24 @@ class Staging:
         """Return the buffer that receives bucket `index`."""
         return self._receive[index % 2][: sum(self._buckets[index].receive_splits)]
 
-    def pack(self, index: int) -> None:
-        """Fill `send(index)` from the source tensors."""
-        if index not in self._packs:
-            buffer, sends = self._send[index % 2], self._buckets[index].sends
-            self._packs[index] = Copies(
-                ((s.view, s.of(buffer)) for s in sends if s.term is None),
-                (computed(s.copy, s.view, s.term, s.of(buffer)) for s in sends if s.term is not None),
-            )
-        self._packs[index]()
+    def pack(self, index: int) -> Summed:
+        """Fill `send(index)` from the source tensors.
 
-    def packed(self, index: int) -> Summed:
-        """Return the copies in `send(index)`, to be summed now: merged rows in the buffer, others in their
-        sources."""
-        if index not in self._packed:
-            buffer, sends = self._send[index % 2], self._buckets[index].sends
-            views = [s.view if s.term is None else s.of(buffer) for s in sends]
-            self._packed[index] = Summed([s.copy for s in sends], views, [s.dtype for s in sends])
-        return self._packed[index]
+        Return its copies, to be summed now: merged rows in the buffer, others in their sources.
+        """
+        if index not in self._packs:
+            buffer, bucket = self._send[index % 2], self._buckets[index]
+            moves = [Move(s.copy, s.view, s.of(buffer), s.term) for s in bucket.sends]
+            self._packs[index] = Copies(moves), bucket.unmerged or Summed.where_written(moves)
+        copies, summed = self._packs[index]
+        copies()
+        return summed
 
     def unpack(self, index: int) -> None:
         """Write `receive(index)` into the target tensors."""
         if index not in self._unpacks:
             received = self._receive[index % 2]
-            self._unpacks[index] = Copies((s.of(received), s.view) for s in self._buckets[index].receives)
+            self._unpacks[index] = Copies(
+                Move(s.copy, s.of(received), s.view) for s in self._buckets[index].receives
+            )
         self._unpacks[index]()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from megatron_stppo.ops.bucket_checksum import BucketChecksum
 from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.weights.reshard.merging import Move
 from megatron_stppo.weights.reshard.plan import RowCopy
 
 
@@ -32,98 +32,56 @@ class Summed:
         self, copies: Sequence[RowCopy], views: Iterable[Tensor], dtypes: Iterable[torch.dtype]
     ) -> None:
         self.copies = copies
-        self._checksum = BucketChecksum(list(views), list(dtypes))
+        self.sums = BucketChecksum(list(views), list(dtypes))  # called, it returns int64 [len(copies)]
 
-    def sums(self, chosen: list[int]) -> Tensor:
-        """Return the checksums of the copies with these indices: int64 [len(chosen)]."""
-        return self._checksum(None if len(chosen) == len(self.copies) else chosen)
-
-
-class Sums(NamedTuple):
-    """The checksums of one sync on one rank: int64, ordered by the rank at the other end of the copy."""
-
-    copies: list[RowCopy]  # that must have arrived
-    found: Tensor  # [len(copies)], computed in the targets
-    expected: Tensor  # [len(copies)], computed in the sources; undefined until Checks.exchange
-    leaving: Tensor  # [sum(to_each)], of the copies that this rank sent
-    from_each: list[int]  # number of copies from each rank, of `copies`
-    to_each: list[int]  # number of copies to each rank, of `leaving`
-
-    def compare(self) -> tuple[list[RowCopy], int, int]:
-        """Compare the checksums, after Checks.exchange.
-
-        Return (copies that differ on this rank, number of copies compared, sum of the targets' checksums).
-        """
-        expected, found = torch.stack([self.expected, self.found]).cpu()  # the host waits once
-        differ = (expected != found).nonzero().flatten().tolist()
-        return [self.copies[i] for i in differ], len(self.copies), int(found.sum())
+    @classmethod
+    def where_written(cls, moves: Sequence[Move]) -> Summed:
+        """Return moves as they are summed when they are written: computed rows exist only in their target."""
+        views = [move.target if move.term else move.source for move in moves]
+        return cls([move.copy for move in moves], views, [move.target.dtype for move in moves])
 
 
 class Checks:
-    """The copies that this rank sends in one sync, and the copies that must arrive in its own tensors.
+    """The checksums of one sync on one rank: of the copies that it sends, and of those that must arrive.
 
-    Both ranks of a pair number the copies between them in the same way. A copy is compared if
-    `chosen(number)` is True. It is summed once at its source, after the cast, and once at its target, after
-    everything is written.
+    A copy is summed once at its source, after the cast, and once at its target, after everything is written.
+    Both ranks of a pair have the copies between them in the same order. The steps are sent() of each group of
+    copies, sum(), exchange() and compare().
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        world: int,
-        device: torch.device,
-        chosen: Callable[[int], bool],
-    ) -> None:
-        self._group, self._world, self._device, self._chosen = group, world, device, chosen
-        self._numbers: list[list[int]] = [[0] * world for _ in range(2)]  # copies so far to, from each rank
-        self._sent: list[tuple[list[int], Tensor]] = []  # target ranks, sums
-        self._due: list[tuple[Summed, list[int]]] = []
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._sent: list[tuple[Sequence[RowCopy], Tensor]] = []
 
     def sent(self, summed: Summed) -> None:
-        """Record copies that are sent now, and sum the chosen ones."""
-        ranks = [copy.target_rank for copy in summed.copies]
-        if chosen := self._choose(self._numbers[0], ranks):
-            self._sent.append(([ranks[index] for index in chosen], summed.sums(chosen)))
+        """Sum copies that are sent now."""
+        self._sent.append((summed.copies, summed.sums()))
 
-    def due(self, summed: Summed) -> None:
-        """Record copies that must be in their targets at the end; `sum` sums the chosen ones."""
-        ranks = [copy.source_rank for copy in summed.copies]
-        if chosen := self._choose(self._numbers[1], ranks):
-            self._due.append((summed, chosen))
-
-    def sum(self) -> Sums:
-        """Return the checksums; those of the targets are computed now, after everything is written.
+    def sum(self, due: Sequence[Summed]) -> None:
+        """Sum the copies that must have arrived, after everything is written.
 
         Not collective. It allocates all memory that `exchange` needs.
         """
-        to = [rank for ranks, _ in self._sent for rank in ranks]
-        due = [summed.copies[index] for summed, chosen in self._due for index in chosen]
-        source = [copy.source_rank for copy in due]
-        found = self._by_rank(source, [summed.sums(chosen) for summed, chosen in self._due])
-        return Sums(
-            copies=sorted(due, key=lambda copy: copy.source_rank),
-            found=found,
-            expected=torch.empty_like(found),
-            leaving=self._by_rank(to, [sums for _, sums in self._sent]),
-            from_each=self._per_rank(source),
-            to_each=self._per_rank(to),
-        )
+        to = [copy.target_rank for copies, _ in self._sent for copy in copies]
+        arrived = [copy for summed in due for copy in summed.copies]
+        source = [copy.source_rank for copy in arrived]
+        self._copies = sorted(arrived, key=lambda copy: copy.source_rank)
+        self._found = self._by_rank(source, [summed.sums() for summed in due])
+        self._leaving = self._by_rank(to, [sums for _, sums in self._sent])
+        self._expected = torch.empty_like(self._found)
+        world = range(dist.get_world_size(self._group))
+        self._splits = [[count[rank] for rank in world] for count in (Counter(source), Counter(to))]
 
-    def exchange(self, sums: Sums) -> None:
-        """Fill sums.expected with the checksums that the sources' ranks computed. Collective."""
-        dist.all_to_all_single(sums.expected, sums.leaving, sums.from_each, sums.to_each, group=self._group)
+    def exchange(self) -> None:
+        """Get the checksums that the sources' ranks computed. Collective."""
+        dist.all_to_all_single(self._expected, self._leaving, *self._splits, group=self._group)
 
-    def _choose(self, numbers: list[int], ranks: list[int]) -> list[int]:
-        chosen = []
-        for index, rank in enumerate(ranks):
-            if self._chosen(numbers[rank]):
-                chosen.append(index)
-            numbers[rank] += 1
-        return chosen
-
-    def _per_rank(self, ranks: list[int]) -> list[int]:
-        count = Counter(ranks)
-        return [count[rank] for rank in range(self._world)]
+    def compare(self) -> tuple[list[RowCopy], int, int]:
+        """Return (copies that differ on this rank, number of copies compared, sum of the targets'
+        checksums)."""
+        expected, found = torch.stack([self._expected, self._found]).cpu()  # the host waits once
+        differ = (expected != found).nonzero().flatten().tolist()
+        return [self._copies[i] for i in differ], len(self._copies), int(found.sum())
 
     def _by_rank(self, ranks: list[int], sums: list[Tensor]) -> Tensor:
         """Return the sums ordered by rank; sums of the same rank keep their order."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_stppo.weights.reshard.plan import ReshardPlan
+from megatron_stppo.weights.reshard.plan import RowCopy, plan_copies
 from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.tiles import PADDING, Spans
 
@@ -53,11 +56,15 @@ def cut(spans: Spans, held, widths, dtype=torch.float32) -> dict[str, Tensor]:
     return out
 
 
+def build_plan(*layouts: Any, **settings: Any) -> list[RowCopy]:
+    return list(plan_copies(*layouts, **settings))
+
+
 def apply(
-    plan: ReshardPlan, sources: dict[int, dict[str, Tensor]], targets: dict[int, dict[str, Tensor]]
+    copies: Iterable[RowCopy], sources: dict[int, dict[str, Tensor]], targets: dict[int, dict[str, Tensor]]
 ) -> None:
     """Execute the copies of a plan one after another. Every target element may be written once."""
-    for c in plan.copies:
+    for c in copies:
         into = targets[c.target_rank][c.target].narrow(c.dim, c.target_offset, c.size)
         assert (into == -1).all(), f"{c} overwrites the target of another copy"
         into.copy_(sources[c.source_rank][c.source].narrow(c.dim, c.source_offset, c.size))

@@ -7,8 +7,9 @@ import torch.distributed as dist
 
 from megatron_stppo.ops import BucketChecksum
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.weights.reshard.plan import build_plan
-from megatron_stppo.weights.reshard.resharder import Resharder, State
+from megatron_stppo.weights.reshard.merging import Move
+from megatron_stppo.weights.reshard.plan import RowCopy
+from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.reshard.staging import Copies
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.low_rank import (
@@ -20,7 +21,7 @@ from megatron_stppo.weights.sharding.low_rank import (
 )
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts, widths_of
 from tests.ranks import run_ranks
-from tests.weights.reshard.pieces import apply, blank, checkpoint, cut, model_shape, padding_rows
+from tests.weights.reshard.pieces import apply, blank, build_plan, checkpoint, cut, model_shape, padding_rows
 
 WORLD, BUCKET = 4, 1 << 12
 
@@ -35,7 +36,7 @@ class Hook:
         self.action(bucket)
 
 
-def case(shape, layout, serving, wire=torch.float32, verify_share=1):
+def case(shape, layout, serving, wire=torch.float32):
     """Return this rank's resharder with its tensors, and their expected values."""
     widths, held, hook = row_widths(shape), checkpoint(shape), Hook()
     train, engine = training_layouts(shape, layout), serving_layouts(shape, WORLD, serving)
@@ -46,7 +47,7 @@ def case(shape, layout, serving, wire=torch.float32, verify_share=1):
     for rows in padding_rows(engine[rank], expected[rank]):
         rows.zero_()
     target = {name: tensor.to(wire) for name, tensor in blank(engine[rank], widths).items()}
-    settings = {"bucket_bytes": BUCKET, "verify_share": verify_share, "on_bucket": hook}
+    settings = {"bucket_bytes": BUCKET, "on_bucket": hook}
     resharder = Resharder(sources[rank], target, train, engine, widths, **settings)
     kept = [copy for group in resharder._exchange._groups for copy in group]
     assert all(rank in (copy.source_rank, copy.target_rank) for copy in kept), "not those of the cluster"
@@ -119,7 +120,6 @@ def fail_in_bucket_3():
     hook.action = fail
     with pytest.raises(ReshardError, match="rank 2: OSError: device fell off"):
         resharder.sync(2)
-    assert resharder.state is State.POISONED
     said = refused(resharder)
     hook.action = lambda bucket: None
     resharder.sync(2)
@@ -162,14 +162,6 @@ def corrupt_a_byte_after_it_arrived():
     return refused(resharder)
 
 
-def compare_every_third_copy():
-    whole = case(model_shape(), Layout(2, 2, 1), 1)[0].sync(0)
-    thirds = case(model_shape(), Layout(2, 2, 1), 1, verify_share=3)[0]
-    reports = [thirds.sync(version) for version in (0, 1, 2)]
-    total = sum(report.checksum for report in reports) - whole.checksum
-    return [report.compared for report in reports], whole.compared, total % 2**64
-
-
 def disagree():
     shape, widths = model_shape(), row_widths(model_shape())
     layout = Layout(2, 1, 1) if dist.get_rank() == 0 else Layout(1, 1, 2)
@@ -197,15 +189,13 @@ def every_case():
     sync_all_topologies()
     merge_adapters()
     fail_to_allocate()
-    return fail_in_bucket_3(), corrupt_a_byte_after_it_arrived(), compare_every_third_copy()
+    return fail_in_bucket_3(), corrupt_a_byte_after_it_arrived()
 
 
 def test_a_sync_equals_the_plan_and_after_an_error_generation_needs_a_complete_sync():
-    for failed, corrupted, sampled in run_ranks(every_case, WORLD):
+    for failed, corrupted in run_ranks(every_case, WORLD):
         assert "poisoned" in failed and "sync to version 2 failed" in failed and "OSError" in failed
         assert "poisoned" in corrupted and "arrived changed" in corrupted
-        thirds, whole, difference = sampled  # three versions compare every copy once, a third of them each
-        assert sum(thirds) == whole and max(thirds) - min(thirds) < whole / 9 and difference == 0
 
 
 def test_ranks_with_different_plans_or_unplanned_tensors_raise_together():
@@ -215,9 +205,10 @@ def test_ranks_with_different_plans_or_unplanned_tensors_raise_together():
 def test_other_types_are_copied_too_and_checksums_are_of_the_copied_bits():
     source = torch.arange(12 * 40, dtype=torch.int32).view(12, 40).mul(9_000_001).view(torch.float32)
     source[3, 5:30] = float("nan")
+    copy = RowCopy(0, "source", 0, 0, "target", 0, 0, 12, "key")
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         target = torch.zeros(12, 60, dtype=dtype)
-        Copies([(source[:, 3:37], target[:, 9:43])])()
+        Copies([Move(copy, source[:, 3:37], target[:, 9:43])])()
         sums = BucketChecksum([source[:, 3:37], target[:, 9:43]], [dtype, dtype])()
         assert sums[0] == sums[1]
         assert not target[:, :9].any() and not target[:, 43:].any()
