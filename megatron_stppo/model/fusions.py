@@ -6,7 +6,7 @@ a GPU only, so that results on a CPU do not depend on the packages that are inst
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,53 +43,29 @@ class Place:
         )
 
 
-@dataclass(frozen=True)
-class Need:
-    """A condition of a fusion, and the reason to give where it is not met."""
-
-    holds: Callable[[Place], bool]
-    otherwise: str
-
-
-@dataclass(frozen=True)
-class Fusion:
-    field: str  # of megatron's TransformerConfig
-    name: str
-    needs: tuple[Need, ...]
-
-    def obstacle(self, at: Place) -> str | None:
-        """Return why the fusion cannot be used, or None if it can."""
-        return next((need.otherwise for need in self.needs if not need.holds(at)), None)
+NAMES = {  # {field of megatron's TransformerConfig: what it fuses}
+    "bias_activation_fusion": "SwiGLU",
+    "apply_rope_fusion": "rotary embedding",
+    "gradient_accumulation_fusion": "gradients of the weights",
+}
 
 
-GPU = Need(lambda at: at.on_gpu, "there is no GPU")
-DENSE = Need(
-    lambda at: not at.has_experts or at.layers == "transformer_engine",
-    "local experts have products of their own",
-)
-FUSIONS = (
-    # compiled by torch.compile; keeps gate and up projection, but not silu(gate)
-    Fusion("bias_activation_fusion", "SwiGLU", (GPU, DENSE)),
-    # the order of tokens under context parallelism is that of TransformerEngine (data/context.py)
-    Fusion(
-        "apply_rope_fusion",
-        "rotary embedding",
-        (
-            GPU,
-            Need(
-                lambda at: at.layers == "transformer_engine",
-                "local layers read each token's angles from a table",
-            ),
-            Need(lambda at: at.rotary_kernel, "this TransformerEngine has no kernel for packed sequences"),
-        ),
-    ),
-    # the sum of the microbatches' gradients is then never rounded to bfloat16
-    Fusion(
-        "gradient_accumulation_fusion",
-        "gradients of the weights",
-        (GPU, DENSE, Need(lambda at: at.gradient_kernel, "apex's fused_weight_gradient_mlp_cuda is missing")),
-    ),
-)
+def obstacles(at: Place) -> dict[str, str]:
+    """Return {field of a fusion: why it cannot be used, or "" if it can}."""
+    fused_layers = at.layers == "transformer_engine"
+    own_products = at.has_experts and not fused_layers
+    experts = "local experts have products of their own" if own_products else ""
+    kernel = "" if at.gradient_kernel else "apex's fused_weight_gradient_mlp_cuda is missing"
+    rotary = "" if at.rotary_kernel else "this TransformerEngine has no kernel for packed sequences"
+    found = {
+        # compiled by torch.compile; keeps gate and up projection, but not silu(gate)
+        "bias_activation_fusion": experts,
+        # the order of tokens under context parallelism is that of TransformerEngine (data/context.py)
+        "apply_rope_fusion": rotary if fused_layers else "local layers read each token's angles from a table",
+        # the sum of the microbatches' gradients is then never rounded to bfloat16
+        "gradient_accumulation_fusion": experts or kernel,
+    }
+    return found if at.on_gpu else dict.fromkeys(found, "there is no GPU")
 
 
 def fields(at: Place, given: Mapping[str, Any]) -> dict[str, bool]:
@@ -97,18 +73,14 @@ def fields(at: Place, given: Mapping[str, Any]) -> dict[str, bool]:
 
     given: the run's section `megatron`.
     """
-    return {
-        fusion.field: fusion.obstacle(at) is None and bool(given.get(fusion.field, True))
-        for fusion in FUSIONS
-    }
+    return {field: not reason and bool(given.get(field, True)) for field, reason in obstacles(at).items()}
 
 
 def check(at: Place, given: Mapping[str, Any]) -> None:
     """Raise ConfigError if `given`, the section `megatron`, asks for a fusion that cannot be used."""
-    for fusion in FUSIONS:
-        reason = fusion.obstacle(at)
-        if given.get(fusion.field) and reason:
-            raise ConfigError(f"megatron.{fusion.field}={given[fusion.field]}: {reason}; leave it out")
+    for field, reason in obstacles(at).items():
+        if given.get(field) and reason:
+            raise ConfigError(f"megatron.{field}={given[field]}: {reason}; leave it out")
 
 
 def summary(at: Place, given: Mapping[str, Any]) -> str:
@@ -116,13 +88,13 @@ def summary(at: Place, given: Mapping[str, Any]) -> str:
 
     Example: "fused: SwiGLU; not fused: rotary embedding (local layers read each token's angles from a table)"
     """
-    wanted = fields(at, given)
+    reasons, wanted = obstacles(at), fields(at, given)
     named = {
-        "fused": [fusion.name for fusion in FUSIONS if wanted[fusion.field]],
+        "fused": [NAMES[field] for field, on in wanted.items() if on],
         "not fused": [
-            f"{fusion.name} ({fusion.obstacle(at) or f'megatron.{fusion.field}=false'})"
-            for fusion in FUSIONS
-            if not wanted[fusion.field]
+            f"{NAMES[field]} ({reasons[field] or f'megatron.{field}=false'})"
+            for field, on in wanted.items()
+            if not on
         ],
     }
     return "; ".join(f"{what}: {', '.join(names)}" for what, names in named.items() if names)

@@ -54,16 +54,16 @@ def attention_backend(given: str) -> str:
 
 
 def known_fields() -> list[bool]:
-    """Return whether each field of FUSIONS is one of megatron's TransformerConfig."""
+    """Return whether each field of a fusion is one of megatron's TransformerConfig."""
     process.prepare(engine=False)
     from dataclasses import fields
 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_stppo.model.fusions import FUSIONS
+    from megatron_stppo.model.fusions import NAMES
 
     names = {field.name for field in fields(TransformerConfig)}
-    return [fusion.field in names for fusion in FUSIONS]
+    return [field in names for field in NAMES]
 
 
 def rotations() -> None:
