@@ -19,6 +19,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 STATES = ("param", "exp_avg", "exp_avg_sq")  # float32 weights and Adam's moments
 
@@ -121,3 +122,16 @@ def _cut(
                 allow_shape_mismatch=block.allow_shape_mismatch,
             )
         position += length
+
+
+def check_coverage(plan: Metadata) -> None:
+    """Raise ValueError unless the chunks of every tensor in a checkpoint's plan have as many elements as it.
+
+    torch's own check also compares each chunk with most others, which takes 47 s for a tensor of 24,000
+    chunks (the experts of 94 layers), while all ranks wait.
+    """
+    for name, tensor in plan.state_dict_metadata.items():
+        if isinstance(tensor, TensorStorageMetadata):
+            planned = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            if planned != math.prod(tensor.size):
+                raise ValueError(f"{name} of size {tuple(tensor.size)}: its chunks have {planned} elements")

@@ -1,13 +1,20 @@
-"""Rectangles of a range of elements. Whole checkpoints: tests/training/update/test_relayout.py."""
+"""Rectangles of a range; the check of a plan. Whole checkpoints: tests/training/update/test_relayout.py."""
 
 from __future__ import annotations
 
 import math
 import random
 
+import pytest
 import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from megatron_stppo.checkpoint.state_pieces import rectangles
+from megatron_stppo.checkpoint.state_pieces import check_coverage, rectangles
 
 
 def test_a_range_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
@@ -37,3 +44,14 @@ def test_rectangles_cover_every_range_once_and_in_the_order_of_memory() -> None:
             assert part.shape == torch.Size(size)
             covered += part.flatten().tolist()
         assert covered == list(range(start, end))
+
+
+@pytest.mark.parametrize("planned", [9, 12, 13])
+def test_chunks_with_too_few_or_too_many_elements_are_errors(planned: int) -> None:
+    chunks = [ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((1, n))) for n in (5, planned - 5)]
+    plan = Metadata({"moment": TensorStorageMetadata(TensorProperties(), torch.Size((4, 3)), chunks)})
+    if planned == 12:
+        check_coverage(plan)
+        return
+    with pytest.raises(ValueError, match=rf"moment of size \(4, 3\): its chunks have {planned} elements"):
+        check_coverage(plan)
