@@ -24,10 +24,10 @@ from megatron_stppo.config.model import LoraConfig
 from megatron_stppo.config.peft_folder import DIGEST, PREFIX, SETTINGS, TENSORS
 from megatron_stppo.model import build
 from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.hf_write import publish, write_tensors
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes
-from megatron_stppo.weights.sharding.weights_digest import weights_digest
 
 
 def to_peft(config: Config, checkpoint: str, output: Path) -> None:

@@ -16,8 +16,8 @@ import torch
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel
-from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
-from megatron_stppo.weights.sharding.weights_digest import weights_digest
+from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
+from megatron_stppo.weights.sharding.spans import LayerSpec
 
 HF = "a Hugging Face folder with `convert to-hf`"
 

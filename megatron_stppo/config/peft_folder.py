@@ -61,7 +61,7 @@ class PeftFolder:
     targets: tuple[str, ...]  # Hugging Face names, in the order of LINEAR
     shapes: dict[str, tuple[int, ...]]  # by checkpoint name, without PREFIX
     base: str  # name or folder of the model that it belongs to; "" if that is not recorded
-    digest: str  # weights/sharding/weights_digest.py of its weights; "" for adapters of other programs
+    digest: str  # weights_digest of its weights; "" for adapters of other programs
 
 
 def read_folder(folder: Path) -> PeftFolder:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_stppo.model.value_head import ValueHead
+from megatron_stppo.model.token_model import ValueHead
 from megatron_stppo.weights.sharding.low_rank import A, B, adapter_names
 from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans
 
@@ -120,15 +120,6 @@ def adapters(chunk: torch.nn.Module) -> Iterator[tuple[str, Adapter]]:
     for name, module in chunk.named_modules():
         if isinstance(module, Adapter):
             yield name, module
-
-
-@torch.no_grad()
-def fill(parameter: Tensor, spans: tuple[Span, ...], values: Callable[[str], Tensor]) -> None:
-    """Write this rank's rows of the tensors values(checkpoint name) into a parameter; padding stays."""
-    for span in spans:
-        if span.hf_key != PADDING:
-            rows = values(span.hf_key).narrow(span.dim, span.start, span.size)
-            parameter.narrow(span.dim, span.local, span.size).copy_(rows)
 
 
 def uniform(size: Sequence[int], seed: str) -> Tensor:

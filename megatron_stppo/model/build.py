@@ -19,9 +19,7 @@ from megatron_stppo.model.experts import expert_rows
 from megatron_stppo.model.experts.routing import attach
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.token_model import TokenModel
-from megatron_stppo.model.trunk import share
-from megatron_stppo.model.value_head import ValueHead
+from megatron_stppo.model.token_model import TokenModel, ValueHead, share
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.parallel.raise_together import first, raise_together
@@ -32,11 +30,11 @@ from megatron_stppo.weights.sharding.low_rank import (
     LowRank,
     adapter_shapes,
     adapter_spans,
+    fill,
     low_rank_terms,
 )
-from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
 from megatron_stppo.weights.sharding.peft_tensors import check_base, load_peft
-from megatron_stppo.weights.sharding.spans import chunk_prefix, training_spans
+from megatron_stppo.weights.sharding.spans import LayerSpec, chunk_prefix, training_spans
 from megatron_stppo.weights.sharding.tiles import Spans
 
 VALUE_HEAD = ("output_layer.weight", "output_layer.bias")
@@ -202,7 +200,7 @@ def _attach_adapters(
     adapters.attach(chunk, own, lora.rank, lora.scale)
     chunk.adaptation = Adaptation(lora.rank, lora.alpha, lora.names, config.model.path, shape)
     for name, adapter in adapters.adapters(chunk):
-        adapters.fill(adapter.a, own[f"{name}.a"], lambda key: adapters.uniform(shapes[key], f"{seed} {key}"))
+        fill(adapter.a, own[f"{name}.a"], lambda key: adapters.uniform(shapes[key], f"{seed} {key}"))
 
 
 def _has_adapters(role: Role, lora: LoraConfig) -> bool:
@@ -294,9 +292,8 @@ def from_hf(
     model, lora = build(role, shape, config, mesh, dtype, trunk), config.model.lora
     own = adapters_of_rank(shape, config, mesh.layout, mesh.rank) if _has_adapters(role, lora) else {}
     if lora.path is not None:
+        digest = load_peft(lora.path, own, named_parameters(model))
         check_base(lora.path, config.model.path, shape)
-        shapes = adapter_shapes(shape, lora.rank, lora.names)
-        digest = load_peft(lora.path, own, shapes, named_parameters(model))
         for chunk in model:
             chunk.adaptation = replace(chunk.adaptation, initial=digest) if chunk.adaptation else None
     if trunk is not None:

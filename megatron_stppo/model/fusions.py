@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.weights.sharding.hf_names import ModelShape
-from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
+from megatron_stppo.weights.sharding.spans import LayerSpec
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.attention import PackedAttention
 from megatron_stppo.model.experts.grouped_experts import GroupedExperts
 from megatron_stppo.weights.sharding.hf_names import ModelShape
-from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
+from megatron_stppo.weights.sharding.spans import LayerSpec
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -17,14 +17,12 @@ from megatron_stppo.model.offload import Offloader, Phase
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.model.policy_head import PolicyHead
-from megatron_stppo.model.token_model import TokenModel
-from megatron_stppo.model.trunk import frozen
+from megatron_stppo.model.token_model import TokenModel, frozen
 from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import LowRank, Scaled, scaled_terms
-from megatron_stppo.weights.sharding.peft_tensors import check_one_file
 from megatron_stppo.weights.sharding.spans import training_spans
-from megatron_stppo.weights.sharding.weights_digest import weights_digest
 
 
 @dataclass
@@ -89,8 +87,6 @@ def build_learner(
         critic = build.trainer("critic", shape, config, mesh, dtype, trunk)
     if training and config.needs_reference:
         reference = build.from_hf("reference", shape, config, mesh, dtype, trunk)
-    every = [policy, *([critic.chunks] if critic else []), *([reference] if reference else [])]
-    check_one_file(config.model.lora.path, [of[0].adaptation.initial for of in every if of[0].adaptation])
     if training:  # kept: when a checkpoint is saved, the folder can be away
         weights_digest(config.model.path, shape)
     trainers = {role: t for role, t in (("actor", actor), ("critic", critic)) if t is not None}

@@ -6,19 +6,44 @@ log-probs from them, so that logits are never computed for other tokens, nor for
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.attention import Chosen, Pack, Rotation
 from megatron_stppo.model.experts.routing import Routing
-from megatron_stppo.model.value_head import ValueHead
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.low_rank import Adaptation
+
+
+class ValueHead(torch.nn.Module):
+    """Maps hidden states [T, H] to values, float32 [T].
+
+    The head is replicated over tensor parallel ranks, which all have the complete hidden states. Its weights
+    start at zero, so that the first advantages are the returns, without the noise of a random head.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return (hidden.float() @ self.weight.float().t() + self.bias.float()).squeeze(-1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets
+        )
 
 
 class TokenModel(GPTModel):
@@ -81,3 +106,25 @@ class TokenModel(GPTModel):
             return None
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+
+def share(chunk: TokenModel, trunk: TokenModel) -> None:
+    """Replace every parameter of a chunk that was built on the meta device by the trunk's own parameter, so
+    that several models of a rank have one set of frozen weights.
+
+    trunk: the actor's chunk with the same layers. Its embedding is the head too if they are tied.
+    """
+    given = dict(trunk.named_parameters())
+    for name, _ in list(chunk.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        weight = given.get(name, trunk.vocabulary_weight() if name == "output_layer.weight" else None)
+        assert isinstance(weight, torch.nn.Parameter), name
+        setattr(chunk.get_submodule(owner), last, weight)
+    # The chunk computed its frequencies on the CPU, whose pow rounds differently from that of a GPU: on the
+    # same weights the reference would otherwise not have the actor's log-probs bit for bit.
+    chunk.rotary_pos_emb.inv_freq = trunk.rotary_pos_emb.inv_freq
+
+
+def frozen(model: Sequence[torch.nn.Module]) -> Iterable[Tensor]:
+    """Return the parameters of a model that are not trained."""
+    return [weight for chunk in model for weight in chunk.parameters() if not weight.requires_grad]

@@ -17,8 +17,7 @@ from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model import build
 from megatron_stppo.model.optimizer import Trainer, trained
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
-from megatron_stppo.model.token_model import TokenModel
-from megatron_stppo.model.trunk import frozen
+from megatron_stppo.model.token_model import TokenModel, frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.meter import Meter

@@ -133,7 +133,7 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     from megatron_stppo.model import build
     from megatron_stppo.model.pipeline import Packer, logprobs
     from megatron_stppo.model.policy_head import PolicyHead
-    from megatron_stppo.model.trunk import frozen
+    from megatron_stppo.model.token_model import frozen
     from megatron_stppo.parallel import groups
     from megatron_stppo.plan.work import trajectory
     from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights

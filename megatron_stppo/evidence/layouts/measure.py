@@ -26,7 +26,7 @@ from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, min
 from megatron_stppo.training.update.critic_step import critic_step
 from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.hf_write import by_file
-from megatron_stppo.weights.sharding.low_rank import adapter_shapes
+from megatron_stppo.weights.sharding.low_rank import adapter_shapes, fill
 from megatron_stppo.weights.sharding.spans import training_spans
 
 # Adam's first step, lr g / (|g| + eps), is nearly lr times the sign of g, which does not change if a gradient
@@ -148,9 +148,7 @@ def set_b(model: Sequence[TokenModel], role: str, shape: ModelShape, config: Con
     shapes = adapter_shapes(shape, lora.rank, lora.names)
     for name, spans in build.adapters_of_rank(shape, config, mesh.layout, mesh.rank).items():
         if name.endswith(".b"):
-            adapters.fill(
-                parameters[name], spans, lambda key: 0.3 * adapters.uniform(shapes[key], f"{role} {key}")
-            )
+            fill(parameters[name], spans, lambda key: 0.3 * adapters.uniform(shapes[key], f"{role} {key}"))
 
 
 def _whole(

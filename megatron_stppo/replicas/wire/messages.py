@@ -32,7 +32,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.data.routes import dtype_of
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape
-from megatron_stppo.weights.sharding.mlp_spans import LayerSpec
+from megatron_stppo.weights.sharding.spans import LayerSpec
 
 MOST_BYTES = 2**26  # of one message: the tasks that a replica gets at once, or an episode of 10^6 tokens;
 # limit_of returns more if an episode can be larger

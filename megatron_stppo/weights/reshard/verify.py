@@ -74,7 +74,8 @@ class Checks:
 
     def exchange(self) -> None:
         """Get the checksums that the sources' ranks computed. Collective."""
-        dist.all_to_all_single(self._expected, self._leaving, *self._splits, group=self._group)
+        come, leave = self._splits
+        dist.all_to_all_single(self._expected, self._leaving, come, leave, group=self._group)
 
     def compare(self) -> tuple[list[RowCopy], int, int]:
         """Return (copies that differ on this rank, number of copies compared, sum of the targets'

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE, weight_map
 from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.spans import hf_spans
@@ -56,21 +59,25 @@ def _check_finite(folder: Path, read: Sequence[tuple[str, Tensor]]) -> None:
         )
 
 
-def tensor_digests(folder: Path, shape: ModelShape, keys: Iterable[str]) -> list[str]:
-    """Return a SHA-256 of each tensor's name, type, shape and bytes, in the order of `keys`.
+@functools.cache
+def weights_digest(folder: Path, shape: ModelShape) -> str:
+    """Return 64 hexadecimal digits: a hash of names, types, shapes and bytes of a folder's tensors. It
+    identifies the weights that a run begins with, and that adapters belong to.
 
-    Raises ConfigError if a tensor is missing in the folder or has another shape than a model of this shape.
+    Collective. It depends neither on the division into files nor on the number of ranks. The result is kept,
+    because the weights are read only once. Raises ConfigError if a tensor is missing in the folder or has
+    another shape than in a model of this shape.
     """
     digests, shapes, spans = [], hf_shapes(shape), hf_spans(shape)
     with ExitStack() as stack:
         checkpoint = _Checkpoint(Path(folder), stack)
-        for key in keys:
-            size = shapes[key]
-            tensor = checkpoint.read(spans[key][0], size).contiguous()
-            digest = hashlib.sha256(f"{key} {tensor.dtype} {tuple(size)}".encode())
+        for key in sorted(shapes)[dist.get_rank() :: dist.get_world_size()]:
+            tensor = checkpoint.read(spans[key][0], shapes[key]).contiguous()
+            digest = hashlib.sha256(f"{key} {tensor.dtype} {tuple(shapes[key])}".encode())
             digest.update(tensor.view(torch.uint8).numpy().data)
             digests.append(digest.hexdigest())
-    return digests
+    every = sorted(digest for (of_rank,) in gather_records([digests], list[str]) for digest in of_rank)
+    return hashlib.sha256("".join(every).encode()).hexdigest()
 
 
 class _Checkpoint:

@@ -7,11 +7,12 @@ layers. The spans of their adapters follow those of their weight: row i of B bel
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
@@ -171,6 +172,15 @@ def serving_adapter_spans(weights: Spans, rank: int, rows: int, targets: Collect
             else:
                 spans |= {a: (span._replace(hf_key=a, local=0),), b: whole(b, rows)}
     return spans
+
+
+@torch.no_grad()
+def fill(parameter: Tensor, spans: tuple[Span, ...], values: Callable[[str], Tensor]) -> None:
+    """Write this rank's rows of the tensors values(checkpoint name) into a parameter; padding stays."""
+    for span in spans:
+        if span.hf_key != PADDING:
+            rows = values(span.hf_key).narrow(span.dim, span.start, span.size)
+            parameter.narrow(span.dim, span.local, span.size).copy_(rows)
 
 
 def _is_adapted(key: str, targets: Collection[str]) -> bool:

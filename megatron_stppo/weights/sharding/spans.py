@@ -1,18 +1,23 @@
 """Describes where the rows of a checkpoint are: on a training rank, on a serving rank, in the checkpoint.
 
 The functions here do not move or convert weights. The resharding into the engine, the import and the export
-use these three descriptions. mlp_spans.py describes the MLP that follows attention.
+use these three descriptions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, NORM, ModelShape, hf_shapes
-from megatron_stppo.weights.sharding.mlp_spans import LayerSpec, serving_mlp, training_mlp
 from megatron_stppo.weights.sharding.tiles import PADDING, Part, Span, Spans, cut, tile, whole
 
+LayerSpec = Literal["local", "transformer_engine"]  # some weights have different names in the two
+EXPERT = {
+    "local": "experts.local_experts.{expert}.{linear}.weight",
+    "transformer_engine": "experts.{linear}.weight{expert}",
+}
 # w2 is Mixtral's down projection; of an adapter B A, A has the columns
 ROW_PARALLEL = (
     "o_proj.weight",
@@ -49,7 +54,7 @@ def training_spans(
         for local, layer in enumerate(layers):
             source, target = f"model.layers.{layer}.", f"{prefix}decoder.layers.{local}."
             spans |= _training_layer(shape, layout.tensor, tensor, source, target, spec)
-            spans |= training_mlp(shape, layout, rank, layer, target + "mlp.", spec)
+            spans |= _training_mlp(shape, layout, rank, layer, target + "mlp.", spec)
         if (stage, chunk) != (layout.pipeline - 1, layout.virtual - 1):
             continue
         spans[prefix + "decoder.final_layernorm.weight"] = whole(NORM, shape.hidden)
@@ -139,12 +144,62 @@ def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str,
         spans[attention + "o_proj.weight"] = tile(
             1, [(attention + "o_proj.weight", tensor * queries, queries)]
         )
-        spans |= serving_mlp(shape, layer, tensor_size, tensor)
+        spans |= _serving_mlp(shape, layer, tensor_size, tensor)
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             spans[prefix + norm] = whole(prefix + norm, shape.hidden)
         for x in "qk" if shape.qk_norm else "":
             spans[f"{attention}{x}_norm.weight"] = whole(f"{attention}{x}_norm.weight", shape.head_dim)
     return spans
+
+
+def _training_mlp(
+    shape: ModelShape, layout: Layout, rank: int, layer: int, target: str, spec: LayerSpec
+) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of megatron's MLP parameters, whose names begin with `target`.
+
+    target: for example "decoder.layers.0.mlp.". Local expert numbers start at 0 on every rank.
+    """
+    tensor, ffn = layout.coordinates(rank).tensor, shape.ffn // layout.tensor
+    names: tuple[str, ...]
+    if not shape.experts:
+        names = (target + "linear_fc1.weight", target + "linear_fc2.weight")
+        return _mlp(shape, layer, None, tensor, ffn, names)
+    spans = {target + "router.weight": whole(shape.router(layer), shape.experts)}
+    each = shape.experts // layout.expert
+    for local in range(each):
+        names = tuple(target + EXPERT[spec].format(expert=local, linear=f"linear_fc{i}") for i in (1, 2))
+        expert = layout.expert_rank(rank) * each + local
+        spans |= _mlp(shape, layer, expert, tensor, ffn, names)
+    return spans
+
+
+def _serving_mlp(shape: ModelShape, layer: int, size: int, tensor: int) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of vLLM's MLP parameters on tensor rank `tensor` of `size`.
+
+    vLLM stacks the experts in one tensor; here each expert's slice has a name that ends with its number.
+    """
+    prefix, ffn = shape.mlp_prefix(layer), shape.ffn // size
+    if not shape.experts:
+        names = (prefix + "gate_up_proj.weight", prefix + "down_proj.weight")
+        return _mlp(shape, layer, None, tensor, ffn, names)
+    spans = {shape.router(layer): whole(shape.router(layer), shape.experts)}
+    stacks = prefix + "experts.routed_experts."
+    for expert in range(shape.experts):
+        names = (f"{stacks}w13_weight.{expert}", f"{stacks}w2_weight.{expert}")
+        spans |= _mlp(shape, layer, expert, tensor, ffn, names)
+    return spans
+
+
+def _mlp(
+    shape: ModelShape, layer: int, expert: int | None, tensor: int, rows: int, names: tuple[str, ...]
+) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of the two tensors `names`: this rank's rows of gate, then of up; and this rank's
+    columns of down. megatron and vLLM use the same arrangement."""
+    gate, up, down = shape.projections(layer, expert)
+    return {
+        names[0]: tile(0, [(key, tensor * rows, rows) for key in (gate, up)]),
+        names[1]: tile(1, [(down, tensor * rows, rows)]),
+    }
 
 
 def training_layouts(shape: ModelShape, layout: Layout, *, spec: LayerSpec = "local") -> dict[int, Spans]:

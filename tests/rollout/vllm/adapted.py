@@ -29,12 +29,13 @@ def observe(
     from vllm.platforms.interface import UnspecifiedPlatform
 
     from megatron_stppo.config import Config, ConfigError
-    from megatron_stppo.model import adapters, build
+    from megatron_stppo.model import build
     from megatron_stppo.model.learner import build_learner
     from megatron_stppo.plan.exchange import applied_bytes
     from megatron_stppo.rollout.vllm.engine_adapters import lora_arguments
     from megatron_stppo.training.colocated import build_engine, engine_sync
     from megatron_stppo.weights.sharding.hf_names import read_shape
+    from megatron_stppo.weights.sharding.low_rank import fill
     from megatron_stppo.weights.sharding.spans import serving_layouts
     from megatron_stppo.weights.sharding.transfers import ServedAdapters, served_adapters
 
@@ -75,7 +76,7 @@ def observe(
             lose_memory(engine)
             sync.forget()
         for name, spans in build.adapters_of_rank(shape, config, mesh.layout, mesh.rank).items():
-            adapters.fill(parameters[name], spans, of_version_1.__getitem__)
+            fill(parameters[name], spans, of_version_1.__getitem__)
     return seen
 
 
