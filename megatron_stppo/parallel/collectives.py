@@ -46,11 +46,9 @@ def broadcast_bytes(payload: bytes | None, source: int, group: Group = None) -> 
 
     This is one broadcast of the length, and one of the payload unless it is empty.
     """
-    device = _device(group)
+    device, root = _device(group), _global_rank(source, group)
     sender = dist.get_rank(group) == source
-    if sender and payload is None:
-        raise ValueError("broadcast_bytes: payload=None on the source rank; pass bytes there")
-    root = _global_rank(source, group)
+    assert payload is not None or not sender, "the source passes bytes"
     data = payload if sender and payload is not None else b""
     length = torch.tensor([len(data)], dtype=torch.int64, device=device)
     dist.broadcast(length, root, group=group)
@@ -76,33 +74,32 @@ def broadcast_record(record: Record | None, type: type[Record], source: int, gro
 
 def all_gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     """Return every rank's payload, in rank order. Lengths may differ; shorter payloads are sent padded."""
-    device, world = _device(group), dist.get_world_size(group)
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
-    lengths = [torch.zeros_like(length) for _ in range(world)]
-    dist.all_gather(lengths, length, group=group)
-    sizes = torch.cat(lengths).tolist()  # one wait for the device
-    longest = max(sizes)
-    if not longest:
-        return [b""] * world
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(payload)] = _to_tensor(payload, device)
-    bodies = [torch.empty_like(padded) for _ in range(world)]
+    sizes, padded = _padded(payload, group)
+    if not len(padded):
+        return [b""] * len(sizes)
+    bodies = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(bodies, padded, group=group)
     return [_to_bytes(body[:size]) for body, size in zip(bodies, sizes, strict=True)]
 
 
 def gather_bytes(payload: bytes, group: Group = None) -> list[bytes]:
     """Return every rank's payload, in rank order, on group rank 0, and an empty list on the others."""
-    device, first = _device(group), dist.get_rank(group) == 0
+    sizes, padded = _padded(payload, group)
+    bodies = [torch.empty_like(padded) for _ in sizes] if dist.get_rank(group) == 0 else None
+    dist.gather(padded, bodies, dst=_global_rank(0, group), group=group)
+    return [_to_bytes(body[:size]) for body, size in zip(bodies or [], sizes, strict=False)]
+
+
+def _padded(payload: bytes, group: Group) -> tuple[list[int], torch.Tensor]:
+    """Return the length of every rank's payload, and this rank's as a tensor of the greatest length."""
+    device = _device(group)
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
-    sizes = [int(n) for n in lengths]
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=device)
+    sizes = torch.cat(lengths).tolist()  # one wait for the device
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     padded[: len(payload)] = _to_tensor(payload, device)
-    bodies = [torch.empty_like(padded) for _ in sizes] if first else None
-    dist.gather(padded, bodies, dst=_global_rank(0, group), group=group)
-    return [_to_bytes(body[:size]) for body, size in zip(bodies or [], sizes, strict=False)]
+    return sizes, padded
 
 
 def send_to_first(payload: bytes) -> Iterator[bytes]:
@@ -127,18 +124,16 @@ def _received(own: bytes, lengths: Sequence[int]) -> Iterator[bytes]:
             yield _to_bytes(body)
 
 
-def all_reduce_sum(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
+def all_reduce_sum(tensor: torch.Tensor, group: Group = None, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     """Return the sum over ranks, as a new tensor on the device of `tensor`, which is not changed."""
     total = tensor.detach().clone().to(_device(group))
-    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+    dist.all_reduce(total, op=op, group=group)
     return total.to(tensor.device)
 
 
 def all_reduce_max(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Return the maximum over ranks, as a new tensor on the device of `tensor`, which is not changed."""
-    largest = tensor.detach().clone().to(_device(group))
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return largest.to(tensor.device)
+    return all_reduce_sum(tensor, group, dist.ReduceOp.MAX)
 
 
 def all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: Group = None) -> torch.Tensor:
@@ -155,9 +150,7 @@ def all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: 
 
 def any_rank(flag: bool, group: Group = None) -> bool:
     """Return True on every rank if any rank passes True, so that all ranks take the same decision."""
-    raised = torch.tensor([int(flag)], dtype=torch.int32, device=_device(group))
-    dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=group)
-    return bool(int(raised))
+    return bool(all_reduce_max(torch.tensor([int(flag)], dtype=torch.int32, device=_device(group)), group))
 
 
 def _device(group: Group) -> torch.device:

@@ -44,7 +44,6 @@ CUDA_TYPE_NAMES = {
 # megatron imports these if they are installed. Without a GPU and its driver the import fails, and not always
 # with the ImportError that megatron expects.
 NEED_GPU = ("flashinfer", "transformer_engine")
-_installed = False  # global, because torch.cuda is replaced for the whole process
 
 
 class Stream:
@@ -77,14 +76,6 @@ class Event:
         return 0.0
 
 
-class _Generators:
-    def __getitem__(self, index: int) -> torch.Generator:
-        return torch.default_generator
-
-    def __len__(self) -> int:
-        return 1
-
-
 def needed() -> bool:
     return not torch.cuda.is_available()
 
@@ -93,22 +84,13 @@ def install(device: str = "cpu") -> None:
     """Replace functions of torch.cuda and torch by versions for `device` ("cpu" or "meta").
 
     Packages of NEED_GPU that are not imported yet can no longer be imported.
-    Raises RuntimeError if there is a CUDA device, if it was called before, or if megatron is imported.
+    Call it once in a process, before megatron is imported, and only where needed().
     """
-    global _installed
-    if not needed():
-        raise RuntimeError(
-            "cpu_platform.install() on a machine with a CUDA device; call it only where needed()"
-        )
-    if _installed:
-        raise RuntimeError("cpu_platform.install() ran before in this process; call it once, at start-up")
-    if "megatron.core" in sys.modules:
-        raise RuntimeError("cpu_platform.install() came after megatron.core was imported; call it before")
-    _installed = True
-    _substitute_device(device)
-    _substitute_streams()
-    _substitute_random_state()
-    _substitute_factories(device)
+    assert needed() and "megatron.core" not in sys.modules, "too late, or on a machine with a CUDA device"
+    _substitute_cuda(device)
+    # Wrappers instead of a TorchFunctionMode, which would also slow down every operation of the engine.
+    for name in FACTORIES:
+        setattr(torch, name, _instead_of_cuda(getattr(torch, name), device))
     _substitute_type_names()
     _substitute_uneven_collectives()
     modules: dict[str, Any] = sys.modules
@@ -130,7 +112,7 @@ def _as_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _substitute_device(device: str) -> None:
+def _substitute_cuda(device: str) -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: device
     for name in ("set_device", "synchronize", "empty_cache"):
@@ -140,30 +122,16 @@ def _substitute_device(device: str) -> None:
     cuda.is_initialized = lambda: True
     torch.Tensor.cuda = lambda self, *args, **kwargs: self.to(device)  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-
-
-def _substitute_streams() -> None:
-    cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
     for name in ("current_stream", "default_stream"):
         setattr(cuda, name, lambda *args, **kwargs: Stream())
     cuda.stream = lambda stream: contextlib.nullcontext()
-
-
-def _substitute_random_state() -> None:
-    cuda: Any = torch.cuda
     for module in (cuda, cuda.random):  # two objects, because dynamo rejects one object under two names
         module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.manual_seed(seed)
-    cuda.default_generators = _Generators()
+    cuda.default_generators = {device: torch.default_generator}
     cuda._lazy_call = lambda callback, **kwargs: callback()
-
-
-def _substitute_factories(device: str) -> None:
-    # Wrappers instead of a TorchFunctionMode, which would also slow down every operation of the engine.
-    for name in FACTORIES:
-        setattr(torch, name, _instead_of_cuda(getattr(torch, name), device))
 
 
 def _instead_of_cuda(factory: Callable[..., torch.Tensor], device: str) -> Callable[..., torch.Tensor]:

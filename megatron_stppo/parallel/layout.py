@@ -85,17 +85,13 @@ class Layout:
         """Return the number of layers of each pipeline rank, summed over its chunks; None if the layers
         cannot be divided in this way."""
         ends = (self.first_stage_layers, self.last_stage_layers)
-        if self.pipeline == 1:
-            sizes = [layers] if ends == (None, None) else None
-        else:
-            between = self.pipeline - sum(end is not None for end in ends)
-            left = layers - sum(end or 0 for end in ends)
-            each, rest = divmod(left, between) if between else (0, left)
-            sizes = [each] * between if not rest and (each > 0 or not between) else None
-        if sizes is None:
+        between = self.pipeline - sum(end is not None for end in ends)
+        left = layers - sum(end or 0 for end in ends)
+        fits = left >= between and left % between == 0 if between else left == 0
+        if not fits or (self.pipeline == 1 and ends != (None, None)):
             return None
-        if self.pipeline > 1:
-            sizes = [x for x in ends[:1] if x] + sizes + [x for x in ends[1:] if x]
+        middle = [left // between] * between if between else []
+        sizes = [size for size in (ends[0], *middle, ends[1]) if size]
         return None if any(size % self.virtual for size in sizes) else sizes
 
     def chunks(self, layers: int, stage: int) -> list[range]:
