@@ -35,7 +35,7 @@ from megatron_stppo.weights.reshard.resharder import mismatch
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, serving_spans, training_layouts
 from megatron_stppo.weights.sharding.tiles import Spans
-from megatron_stppo.weights.sharding.transfers import served_adapters, transfers
+from megatron_stppo.weights.sharding.transfers import served_adapters, transfer
 
 # Settings of megatron. Weights have no values here, so that no random values and no master weights on the
 # host are made.
@@ -101,8 +101,8 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
     engine = engine_use(config, shape, gpu)
     moves = exchange(use.spans, serving, widths, alike, size, gpu)
     if adapters is not None and adapters.alone:  # an engine that has slept gets all weights again, too
-        each = transfers(shape, use.spans, serving, adapters).each
-        moves = moves.then(exchange(*each, alike, size, gpu))
+        each = transfer(shape, use.spans, serving, adapters)
+        moves = moves.then(exchange(*each[:3], alike, size, gpu, each.changed))
     elif adapters is not None:
         moves = replace(moves, merging=merging_bytes(shape, adapters.rank, adapters.targets))
     return Plan(

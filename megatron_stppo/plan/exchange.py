@@ -70,19 +70,23 @@ def exchange(
     alike: Mapping[int, int],
     size: int,
     gpu: Gpu,
+    changed: Collection[str] | None = None,
 ) -> ReshardCost:
     """Return the cost of a reshard from `sources` to `targets`.
 
     widths: {hf_key: elements per row}; alike: {planned layer: number of layers that it is counted for};
-    size: bytes per element that is sent. Raises PlanError if no source has a row of a target.
+    size: bytes per element that is sent; changed: the checkpoint tensors that are sent (None: all). Raises
+    PlanError if no source has a row of a target.
     """
     sources, targets = _only(sources, alike), _only(targets, alike)
     layers = {key: layer_of(key) for key in widths}
     weights = {key: 1 if layer is None else alike.get(layer, 0) for key, layer in layers.items()}
+    if changed is not None:
+        weights = {key: weight if key in changed else 0 for key, weight in weights.items()}
     widths = {key: width * weights[key] for key, width in widths.items()}  # one row of each counted layer
     links: dict[tuple[str, str, int], int] = defaultdict(int)  # {(rank or node, in or out, number): bytes}
     copies = moved = at_home = between = 0
-    for copy in plan_copies(sources, targets, widths, ranks_per_node=gpu.per_node):
+    for copy in plan_copies(sources, targets, widths, ranks_per_node=gpu.per_node, keys=changed):
         copies += weights[copy.hf_key]
         sent = copy.size * widths[copy.hf_key] * size
         if copy.source_rank == copy.target_rank:

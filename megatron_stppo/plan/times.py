@@ -17,7 +17,7 @@ from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.usage import EngineUse, StageUse, TrainingUse
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.spans import serving_spans
-from megatron_stppo.weights.sharding.transfers import served_adapters, transfers
+from megatron_stppo.weights.sharding.transfers import served_adapters, transfer
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,8 @@ def transfer_seconds(
     """Return the seconds to send an update from the trainer to one replica of `tensor` other GPUs."""
     first = use.layout.world
     replica = {first + rank: serving_spans(shape, tensor, rank) for rank in range(tensor)}
-    update = transfers(shape, use.spans, replica, served_adapters(use.config.model.lora, shape)).each
-    moves = exchange(*update, layers_to_plan(shape, use.layout), use.dtype.itemsize, gpu)
+    adapters = served_adapters(use.config.model.lora, shape)
+    rows = transfer(shape, use.spans, replica, adapters)
+    alike, size = layers_to_plan(shape, use.layout), use.dtype.itemsize
+    moves = exchange(*rows[:3], alike, size, gpu, rows.changed)
     return moves.seconds / given["network_share"]

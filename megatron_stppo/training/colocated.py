@@ -33,10 +33,10 @@ from megatron_stppo.training.resampling import resampled
 from megatron_stppo.training.rollouts import rollout_settings, seed_of
 from megatron_stppo.validation import model_layout
 from megatron_stppo.validation.serving import check_resumed
-from megatron_stppo.weights.reshard.engine_sync import EngineSync
+from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts
-from megatron_stppo.weights.sharding.transfers import served_adapters, transfers
+from megatron_stppo.weights.sharding.transfers import served_adapters, transfer
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Worker:
 
     learner: Learner
     engine: Engine
-    reshard: EngineSync
+    reshard: Resharder
     make_environment: Callable[[], AnyEnvironment]
     restarts: Restarts
     failures: FailureLimit
@@ -235,7 +235,7 @@ def assemble(config: Config, resume: bool = False, *, training: bool = True, dra
     )
 
 
-def engine_sync(learner: Learner, engine: Engine) -> EngineSync:
+def engine_sync(learner: Learner, engine: Engine) -> Resharder:
     """Build the reshard from the policy to the engine. Collective.
 
     From now on the engine generates only with weights that this reshard has published.
@@ -244,11 +244,13 @@ def engine_sync(learner: Learner, engine: Engine) -> EngineSync:
     weights = build.named_parameters(learner.policy)
     training = training_layouts(shape, mesh.layout, spec=layer_spec(config))
     serving = serving_layouts(shape, mesh.world, config.engine_tensor)
-    reshard = EngineSync(
+    rows = transfer(shape, training, serving, served_adapters(config.model.lora, shape))
+    reshard = Resharder(
         weights,
         engine.parameters(),
-        transfers(shape, training, serving, served_adapters(config.model.lora, shape)),
+        *rows[:3],
         served_terms(weights, shape, config, mesh),
+        changed=rows.changed,
         ranks_per_node=process.ranks_per_node(),
     )
     engine.published = reshard.published

@@ -31,14 +31,17 @@ from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.wire.messages import Offer
-from megatron_stppo.weights.reshard.engine_sync import EngineSync
 from megatron_stppo.weights.reshard.merging import Term
-from megatron_stppo.weights.reshard.resharder import SyncReport
+            rows = transfer(shape, *layouts, adapters)
+            return Resharder(
+                tensors if self._is_trainer else {},
+                {} if self._is_trainer else tensors,
+                *rows[:3],
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts
 from megatron_stppo.weights.sharding.tiles import Spans
-from megatron_stppo.weights.sharding.transfers import ServedAdapters, served_adapters, transfers
+from megatron_stppo.weights.sharding.transfers import ServedAdapters, served_adapters, transfer
 
 if TYPE_CHECKING:  # it imports vLLM, which the trainer does not need
     from megatron_stppo.rollout.vllm.engine import Engine
@@ -89,11 +92,11 @@ class Link:
         self.name, self._is_trainer = offer.group, store is not None
         self._store = connect_store(offer.host, offer.port, timeout) if store is None else store
         self._group: dist.ProcessGroup | None = None
-        self._reshard: EngineSync | None = None
+        self._reshard: Resharder | None = None
         self._closed = ""  # why
         layouts = link_layouts(shape, offer, tensor)
 
-        def connect() -> EngineSync:
+        def connect() -> Resharder:
             address = address_towards(offer.host, offer.port)
             check_nccl_interface(address)
             group = bridge.join(
@@ -109,11 +112,13 @@ class Link:
             if self._closed:  # given up while the ranks were joining
                 self._leave(self._closed)
                 raise GivenUp(self._closed)
-            return EngineSync(
+            rows = transfer(shape, *layouts, adapters)
+            return Resharder(
                 tensors if self._is_trainer else {},
                 {} if self._is_trainer else tensors,
-                transfers(shape, *layouts, adapters),
+                *rows[:3],
                 terms,
+                changed=rows.changed,
                 group=group,
                 ranks_per_node=1,  # no rank of the trainer is nearer to the replica than another one
             )

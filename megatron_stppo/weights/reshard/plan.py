@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans
@@ -60,9 +60,10 @@ def plan_copies(
     widths: Mapping[str, int],
     *,
     ranks_per_node: int = 8,
+    keys: Collection[str] | None = None,
 ) -> Iterator[RowCopy]:
-    """Yield the copies that write every row of every target exactly once. Those of a cluster need not fit in
-    memory.
+    """Yield the copies that write every row of every target exactly once, or only those of the checkpoint
+    tensors `keys`. Those of a cluster need not fit in memory.
 
     If several ranks hold a row, the target's own rank is preferred, then ranks of its node; among the
     remaining ranks the one that has sent least is chosen. widths: {hf_key: elements per row}. Raises
@@ -77,7 +78,7 @@ def plan_copies(
     for rank, spans in targets.items():
         for name, tensor_spans in spans.items():
             for span in tensor_spans:
-                if span.hf_key != PADDING:
+                if span.hf_key != PADDING and (keys is None or span.hf_key in keys):
                     for copy in _fetch(rank, name, span, places[span.hf_key], sent, ranks_per_node):
                         sent[copy.source_rank] += copy.size * widths[copy.hf_key]
                         yield copy

@@ -6,8 +6,9 @@ holds rows of two versions and would use them without an error. The remedy is an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,8 @@ class Resharder:
     widths: {hf_key: elements per row}.
     terms: {(source tensor, hf_key): term} of this rank's adapters, with which rows are computed while they
     are packed (merging.py): the engine gets W + scale * B A, or scale * B.
+    changed: the checkpoint tensors whose rows every version changes; the others are copied by the first sync
+    alone. None: every version changes all.
     bucket_bytes: the most bytes that a rank sends at once; default: BUCKET_BYTES of the device.
     on_bucket: called with the index of a bucket before it is packed; an error that it raises fails the sync.
 
@@ -66,6 +69,7 @@ class Resharder:
         widths: Mapping[str, int],
         terms: Mapping[tuple[str, str], Term] | None = None,
         *,
+        changed: Collection[str] | None = None,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
         ranks_per_node: int = 8,
@@ -78,30 +82,32 @@ class Resharder:
         own_source, own_target = (side.get(self._rank, {}) for side in (source_layouts, target_layouts))
         problem = mismatch("source", source, own_source, widths, all_named=False)
         problem += mismatch("target", target, own_target, widths, all_named=True)
-        plan: list[RowCopy] = []
+        parts = [None] if changed is None else [widths.keys() - changed, changed]
+        plans: list[list[RowCopy]] = []
         try:
-            plan = list(plan_copies(source_layouts, target_layouts, widths, ranks_per_node=ranks_per_node))
+            for keys in parts:
+                sides = (source_layouts, target_layouts, widths)
+                plans.append(list(plan_copies(*sides, ranks_per_node=ranks_per_node, keys=keys)))
         except PlanError as error:  # reported to all ranks, because other ranks may have made a plan
             problem += str(error)
         raise_together(problem or None, lambda found: ReshardError(by_rank(found)), str, group)
-        dtypes = self._agree(digest(plan), target)
+        dtypes = self._agree(digest(chain(*plans)), target)
         self._padding = _padding(target, own_target)
-        self._exchange = Exchange(
-            plan,
-            source,
-            target,
-            dtypes,
-            widths,
-            terms or {},
-            group=group,
-            device=self._device,
-            bucket_bytes=bucket_bytes or BUCKET_BYTES[self._device.type],
-        )
-
-    @property
-    def synced(self) -> bool:
-        """Whether the last sync succeeded on all ranks."""
-        return not self._reason
+        # The last one has what every version changes.
+        self._exchanges = [
+            Exchange(
+                plan,
+                source,
+                target,
+                dtypes,
+                widths,
+                terms or {},
+                group=group,
+                device=self._device,
+                bucket_bytes=bucket_bytes or BUCKET_BYTES[self._device.type],
+            )
+            for plan in plans
+        ]
 
     def published(self) -> int:
         """Return the version of the engine's weights.
@@ -112,32 +118,40 @@ class Resharder:
             raise ReshardError(f"the engine's weights are poisoned ({self._reason}); run a whole sync first")
         return self._version
 
-    def poison(self, reason: str) -> None:
-        """Refuse generation until the next sync, for errors that the loop finds. Call it on all ranks."""
-        self._reason = reason
+    def forget(self) -> None:
+        """Have the next sync write all rows, because the engine has lost them. Call it on all ranks."""
+        self._reason = "the engine has released its memory"
 
     def sync(self, version: int) -> SyncReport:
-        """Write all of the engine's weights, which then have version `version`. Collective.
+        """Write what version `version` changes, and at first or after an error everything else. Collective.
 
         Raises ReshardError on all ranks if any rank failed or any checksum differs. It is safe to call it
-        again, because every call writes all rows.
+        again.
         """
-        self.poison(f"sync to version {version} has not ended")
+        due = self._exchanges if self._reason else self._exchanges[-1:]
+        self._reason = f"sync to version {version} has not ended"
         try:
-            compared, total = self._sync()
+            compared, checksum = map(sum, zip(*map(self._sync, due), strict=True))
         except BaseException as error:
-            self.poison(f"sync to version {version} failed: {error}")
+            self._reason = f"sync to version {version} failed: {error}"
             raise
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._version, self._reason = version, ""
-        rows = self._exchange
-        return SyncReport(version, rows.bytes_moved, rows.bytes_self, len(rows.buckets), compared, total)
+        return SyncReport(
+            version,
+            sum(exchange.bytes_moved for exchange in due),
+            sum(exchange.bytes_self for exchange in due),
+            sum(len(exchange.buckets) for exchange in due),
+            compared,
+            checksum,
+        )
 
-    def _sync(self) -> tuple[int, int]:
+    def _sync(self, exchange: Exchange) -> tuple[int, int]:
+        """Write the rows of an exchange. Return (copies compared, sum of their checksums) over all ranks."""
         guard, checks = ErrorHolder(), Checks(self._group, self._device)
-        self._exchange_rows(guard, checks)
-        guard(checks.sum, self._exchange.due)
+        self._write(exchange, guard, checks)
+        guard(checks.sum, exchange.due)
         self._raise_together(guard.error)
         checks.exchange()
         differ, compared, total = guard(checks.compare) or ((), 0, 0)
@@ -153,14 +167,14 @@ class Resharder:
         return int(totals[0]), int(totals[1])
 
     @torch.no_grad()
-    def _exchange_rows(self, guard: ErrorHolder, checks: Checks) -> None:
+    def _write(self, exchange: Exchange, guard: ErrorHolder, checks: Checks) -> None:
         """Write all rows. Collective. The buffers are freed on return, before the checksums need memory."""
-        staging = guard(self._exchange.prepare)
+        staging = guard(exchange.prepare)
         for rows in self._padding:
             rows.zero_()
         self._raise_together(guard.error)
         assert staging is not None, "a rank without it has raised"
-        self._exchange.run(staging, guard, self._on_bucket, checks)
+        exchange.run(staging, guard, self._on_bucket, checks)
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raise ReshardError on all ranks if any rank has an error. Collective."""

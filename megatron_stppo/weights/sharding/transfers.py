@@ -7,11 +7,9 @@ them, or it gets A and B, and applies them itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from torch import Tensor
 
 from megatron_stppo.config import LoraConfig
 from megatron_stppo.weights.sharding.hf_names import ModelShape
@@ -22,7 +20,7 @@ from megatron_stppo.weights.sharding.low_rank import (
     serving_adapter_spans,
 )
 from megatron_stppo.weights.sharding.spans import row_widths, widths_of
-from megatron_stppo.weights.sharding.tiles import Span, Spans
+from megatron_stppo.weights.sharding.tiles import Spans
 
 Layouts = Mapping[int, Spans]  # by rank
 
@@ -49,87 +47,36 @@ def served_adapters(lora: LoraConfig, shape: ModelShape) -> ServedAdapters | Non
 
 
 class Transfer(NamedTuple):
-    """The layouts of tensors that are copied together; see weights/reshard/plan.py."""
+    """What a trainer's ranks hold, and what an engine's need; see weights/reshard/plan.py."""
 
     sources: Layouts
     targets: Layouts
     widths: Mapping[str, int]
+    changed: Collection[str] | None  # the checkpoint tensors that every version changes; None: all
 
 
-@dataclass(frozen=True)
-class Transfers:
-    """All tensors of the engine, in two groups."""
-
-    each: Transfer  # what every version changes
-    once: Transfer | None = None  # what never changes
-    whole: Layouts | None = None  # of the engine's tensors, if the targets are their parts
-
-    def targets(self, rank: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the targets of a rank, in the memory of its engine's tensors.
-
-        Tensors that are in no layout are returned too, under their own names.
-        """
-        whole = (self.whole or {}).get(rank, {})
-        found: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            found |= _views(name, tensor, whole[name]) if name in whole else {name: tensor}
-        return found
-
-
-def transfers(
+def transfer(
     shape: ModelShape, training: Layouts, serving: Layouts, adapters: ServedAdapters | None
-) -> Transfers:
-    """Return the transfers from a trainer to an engine; without adapters, every version changes all weights.
+) -> Transfer:
+    """Return the transfer from a trainer to an engine; without adapters, every version changes all weights.
 
     training, serving: training_layouts and serving_layouts of spans.py.
     """
     widths = row_widths(shape)
     if adapters is None:
-        return Transfers(Transfer(training, serving, widths))
+        return Transfer(training, serving, widths, None)
     rank, names = adapters.rank, adapters.targets
     if not adapters.alone:
-        changed = adapted(shape, names).keys()
-        return Transfers(
-            Transfer(training, _parts(serving, changed, True), widths),
-            Transfer(training, _parts(serving, changed, False), widths),
-            serving,
-        )
-    each = Transfer(
-        {at: adapter_spans(spans, rank, shape.hidden, names) for at, spans in training.items()},
-        _shared(serving, lambda spans: serving_adapter_spans(spans, rank, shape.hidden, names)),
-        widths_of(adapter_shapes(shape, rank, names)),
+        return Transfer(training, serving, widths, adapted(shape, names).keys())
+    shapes, hidden = adapter_shapes(shape, rank, names), shape.hidden
+    # Ranks that share their spans share the result, see weights/reshard/plan.py.
+    served = {
+        id(spans): {**spans, **serving_adapter_spans(spans, rank, hidden, names)}
+        for spans in {id(spans): spans for spans in serving.values()}.values()
+    }
+    return Transfer(
+        {at: {**spans, **adapter_spans(spans, rank, hidden, names)} for at, spans in training.items()},
+        {at: served[id(spans)] for at, spans in serving.items()},
+        widths | widths_of(shapes),
+        shapes.keys(),
     )
-    return Transfers(each, Transfer(training, serving, widths))
-
-
-def _parts(layouts: Layouts, changed: Collection[str], wanted: bool) -> Layouts:
-    """Return the parts of all tensors, as tensors of their own: those in `changed`, or those that are not."""
-    return _shared(
-        layouts,
-        lambda spans: {
-            part: (span._replace(local=0),)
-            for name, of_tensor in spans.items()
-            for part, span in _named(name, of_tensor)
-            if (span.hf_key in changed) is wanted
-        },
-    )
-
-
-def _shared(layouts: Layouts, made: Callable[[Spans], Spans]) -> Layouts:
-    """Return {rank: made(spans)}. Ranks that share their spans share the result (weights/reshard/plan.py)."""
-    results = {id(spans): made(spans) for spans in {id(s): s for s in layouts.values()}.values()}
-    return {rank: results[id(spans)] for rank, spans in layouts.items()}
-
-
-def _named(name: str, spans: tuple[Span, ...]) -> list[tuple[str, Span]]:
-    """Return (name of the part, span). Example: "x.qkv_proj.weight[64:96]", of rows 64 to 95."""
-    return [(f"{name}[{span.local}:{span.local + span.size}]", span) for span in spans]
-
-
-def _views(name: str, tensor: Tensor, spans: tuple[Span, ...]) -> dict[str, Tensor]:
-    """Return the parts of a tensor. A tensor of another size than its spans' gives a part of another size."""
-    parts = {}
-    for part, span in _named(name, spans):
-        end = None if span is spans[-1] else span.local + span.size
-        parts[part] = tensor[(slice(None),) * span.dim + (slice(span.local, end),)]
-    return parts

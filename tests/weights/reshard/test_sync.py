@@ -49,7 +49,7 @@ def case(shape, layout, serving, wire=torch.float32):
     target = {name: tensor.to(wire) for name, tensor in blank(engine[rank], widths).items()}
     settings = {"bucket_bytes": BUCKET, "on_bucket": hook}
     resharder = Resharder(sources[rank], target, train, engine, widths, **settings)
-    kept = [copy for group in resharder._exchange._groups for copy in group]
+    kept = [copy for group in resharder._exchanges[-1]._groups for copy in group]
     assert all(rank in (copy.source_rank, copy.target_rank) for copy in kept), "not those of the cluster"
     return resharder, hook, target, {name: t.to(wire) for name, t in expected[rank].items()}
 

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.weights.reshard.engine_sync import EngineSync
 from megatron_stppo.weights.reshard.plan import lower_bound
+from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.hf_names import hf_shapes
 from megatron_stppo.weights.sharding.low_rank import (
@@ -19,7 +19,7 @@ from megatron_stppo.weights.sharding.low_rank import (
     scaled_terms,
 )
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts, widths_of
-from megatron_stppo.weights.sharding.transfers import ServedAdapters, transfers
+from megatron_stppo.weights.sharding.transfers import ServedAdapters, transfer
 from tests.ranks import run_ranks
 from tests.weights.reshard.pieces import blank, checkpoint, cut, model_shape, padding_rows
 
@@ -45,18 +45,17 @@ class Case:
         self.widths = row_widths(self.shape) | widths_of(small)
         self.train = training_layouts(self.shape, layout)
         self.serving = serving_layouts(self.shape, WORLD, tensor)
-        self.transfers = transfers(self.shape, self.train, self.serving, self.served)
+        self.rows = transfer(self.shape, self.train, self.serving, self.served)
         self.rank = dist.get_rank()
         self.source = self.sources()
-        own = self.transfers.each.targets[self.rank] if alone else {}
-        self.engine = blank(self.serving[self.rank], self.widths) | blank(own, self.widths)
+        self.engine = blank(self.rows.targets[self.rank], self.widths)
         spans = self.train[self.rank]
         terms = (
             scaled_terms(spans, targets, SCALE)
             if alone
             else low_rank_terms(self.source, spans, RANK, targets, SCALE)
         )
-        self.sync = EngineSync(self.source, self.engine, self.transfers, terms)
+        self.sync = Resharder(self.source, self.engine, *self.rows[:3], terms, changed=self.rows.changed)
 
     def sources(self):
         spans = self.train[self.rank]
@@ -79,11 +78,10 @@ class Case:
                 held[b] = SCALE * held[b]
             else:
                 held[key] = held[key] + SCALE * held[b] @ held[a]
-        found = cut(serving, held, self.widths)
+        found = cut(self.rows.targets[self.rank], held, self.widths)
         for rows in padding_rows(serving, found):
             rows.zero_()
-        own = self.transfers.each.targets[self.rank] if self.served.alone else {}
-        return found | cut(own, held, self.widths)
+        return found
 
     def holds(self):
         expected = self.expected()
@@ -108,7 +106,9 @@ def every_case():
             case.change()
             report = case.sync.sync(1)
             assert case.holds() and case.sync.published() == 1, (layout, alone)
-            least = lower_bound(*case.transfers.each) * FLOAT32
+            rows = case.rows
+            counted = {key: width if key in rows.changed else 0 for key, width in rows.widths.items()}
+            least = lower_bound(rows.sources, rows.targets, counted) * FLOAT32
             assert report.bytes_moved == least, (layout, alone)
             if tensor == 1:  # each of the 4 engines has all rows once
                 assert copied(report) == WORLD * FLOAT32 * LAYERS * sum(numbers[name] for name in targets)
@@ -139,7 +139,7 @@ def an_engine_that_has_slept():
     assert copied(case.sync.sync(0)) == everything and case.holds()
     case.engine["model.layers.9.extra"] = torch.zeros(1)
     with pytest.raises(ReshardError, match=r"different names: \['model\.layers\.9\.extra'\]"):
-        EngineSync(case.source, case.engine, case.transfers)
+        Resharder(case.source, case.engine, *case.rows[:3])
     return True
 
 
