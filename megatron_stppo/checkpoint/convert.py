@@ -26,10 +26,10 @@ from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import FILE_BYTES, by_file, finish, write_tensors
-from megatron_stppo.weights.sharding.low_rank import LowRank
 from megatron_stppo.weights.sharding.spans import training_layouts, whole_spans, widths_of
 from megatron_stppo.weights.sharding.tiles import Spans
 
@@ -43,7 +43,7 @@ def export_hf(
     layouts: Mapping[int, Spans],
     shape: ModelShape,
     template: Path,
-    terms: Mapping[tuple[str, str], LowRank] | None = None,
+    terms: Mapping[tuple[str, str], Term] | None = None,
     *,
     overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
@@ -73,7 +73,7 @@ def gather(
     layouts: Mapping[int, Spans],
     shapes: Mapping[str, Sequence[int]],
     keys: Collection[str],
-    terms: Mapping[tuple[str, str], LowRank] | None = None,
+    terms: Mapping[tuple[str, str], Term] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """Return {hf_key: whole tensor} of `keys` in host memory on rank 0, and {} on other ranks. Collective.
@@ -127,7 +127,7 @@ def to_hf(config: Config, checkpoint: str, output: Path) -> None:
     state = checkpoints.load_weights(folder, "actor", model, checkpoints.step_of(checkpoint))
     layouts = training_layouts(shape, mesh.layout, spec=layer_spec(config))
     weights = build.named_parameters(model)
-    terms = build.low_rank(weights, shape, config, mesh)
+    terms = build.adapter_terms(weights, shape, config, mesh, merged=True)
     export_hf(output, weights, layouts, shape, config.model.path, terms)
     if mesh.rank == 0:
         step = folder / f"step_{state['iteration']}"

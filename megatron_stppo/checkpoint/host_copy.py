@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_stppo.checkpoint.state_pieces import check_coverage
+from megatron_stppo.checkpoint.contents import check_coverage
 from megatron_stppo.checkpoint.step_folder import File
 from megatron_stppo.parallel.raise_together import raise_together
 

@@ -28,10 +28,12 @@ from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import (
     Adaptation,
     LowRank,
+    Scaled,
     adapter_shapes,
     adapter_spans,
     fill,
     low_rank_terms,
+    scaled_terms,
 )
 from megatron_stppo.weights.sharding.peft_tensors import check_base, load_peft
 from megatron_stppo.weights.sharding.spans import LayerSpec, chunk_prefix, training_spans
@@ -50,15 +52,11 @@ def transformer_config(
     would give another network have been refused (validation/megatron_fields.py).
     """
     on_cpu = not torch.cuda.is_available()
-    ways: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective"},
-        "full": {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        },
-    }
+    recompute: dict[str, Any] = {}
+    if config.model.recompute != "none":
+        recompute["recompute_granularity"] = config.model.recompute
+    if config.model.recompute == "full":
+        recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     fields: dict[str, Any] = {
         "num_layers": shape.layers,
         "hidden_size": shape.hidden,
@@ -104,7 +102,7 @@ def transformer_config(
         "bias_dropout_fusion": False,  # there is neither a bias nor dropout
         "masked_softmax_fusion": False,  # for attention that is not packed
         "persist_layer_norm": False,
-        **ways[config.model.recompute],
+        **recompute,
     }
     given = dict(config.megatron)
     if "attention_backend" in given:
@@ -216,17 +214,21 @@ def adapters_of_rank(shape: ModelShape, config: Config, layout: Layout, rank: in
     return adapter_spans(weights, lora.rank, shape.hidden, lora.names)
 
 
-def low_rank(
-    parameters: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
-) -> dict[tuple[str, str], LowRank]:
-    """Return the terms that a rank's adapters add to its weights; {} without adapters.
+def adapter_terms(
+    parameters: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank, *, merged: bool
+) -> Mapping[tuple[str, str], LowRank | Scaled]:
+    """Return the terms with which a rank's rows are computed (weights/reshard/merging.py); {} without
+    adapters.
 
-    parameters: named_parameters of actor or critic.
+    parameters: named_parameters of actor or critic. merged: whether weights are merged with their adapters,
+    or each B with the scale.
     """
     lora = config.model.lora
     if not lora.rank:
         return {}
     weights = training_spans(shape, mesh.layout, mesh.rank, spec=layer_spec(config))
+    if not merged:
+        return scaled_terms(weights, lora.names, lora.scale)
     return low_rank_terms(parameters, weights, lora.rank, lora.names, lora.scale)
 
 

@@ -8,11 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model import build
-from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Offloader, Phase
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer
@@ -21,8 +19,6 @@ from megatron_stppo.model.token_model import TokenModel, frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
 from megatron_stppo.weights.sharding.hf_names import ModelShape
-from megatron_stppo.weights.sharding.low_rank import LowRank, Scaled, scaled_terms
-from megatron_stppo.weights.sharding.spans import training_spans
 
 
 @dataclass
@@ -93,17 +89,3 @@ def build_learner(
     offloader = Offloader(trainers, reference, config.update.offload, partial(frozen, trunk or ()))
     packer = Packer.of(config, shape, mesh)
     return Learner(config, mesh, shape, policy, actor, critic, reference, packer, offloader)
-
-
-def served_terms(
-    parameters: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
-) -> Mapping[tuple[str, str], LowRank | Scaled]:
-    """Return the terms with which an engine's rows are computed from a rank's (weights/reshard/merging.py).
-
-    parameters: build.named_parameters of the actor. Without adapters there are none.
-    """
-    lora = config.model.lora
-    if not lora.rank or lora.sync == "merged":
-        return build.low_rank(parameters, shape, config, mesh)
-    weights = training_spans(shape, mesh.layout, mesh.rank, spec=layer_spec(config))
-    return scaled_terms(weights, lora.names, lora.scale)

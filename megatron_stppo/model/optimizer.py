@@ -40,8 +40,19 @@ class Trainer:
         self.updates = 0  # optimizer steps taken
         self.skipped = 0  # steps not taken because a number was not finite
         self.memory = StepMemory()  # the actor's
+        dtype = self.model[0].config.params_dtype
         self.optimizer = get_megatron_optimizer(
-            _megatron_settings(self.model, settings),
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.betas[0],
+                adam_beta2=settings.betas[1],
+                clip_grad=settings.grad_clip,
+                bf16=dtype == torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=settings.distributed,
+            ),
             self.model,
             use_gloo_process_groups=groups.carry_bytes(),
         )
@@ -227,20 +238,3 @@ def not_finite(trainers: Mapping[str, Trainer]) -> list[str]:
     ]
     bad = all_reduce_sum((~torch.stack(largest).isfinite()).int())
     return [role for role, count in zip(trainers, bad.tolist(), strict=True) if count]
-
-
-def _megatron_settings(
-    model: Sequence[DistributedDataParallel], settings: OptimizerConfig
-) -> MegatronOptimizerConfig:
-    dtype = model[0].config.params_dtype
-    return MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.betas[0],
-        adam_beta2=settings.betas[1],
-        clip_grad=settings.grad_clip,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=settings.distributed,
-    )

@@ -82,21 +82,6 @@ def cost(length: int, hidden: int) -> float:
     return length * (12 * hidden + length)
 
 
-def forward(
-    model: Model, microbatches: Sequence[Microbatch], answer: Callable[[Tensor, Microbatch], Tensor]
-) -> list[Tensor]:
-    """Return answer(output, microbatch) for every microbatch, computed without gradients.
-
-    The list is empty except on the last pipeline stage.
-    """
-
-    def finish(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        return output.new_zeros(()), answer(output, microbatch)
-
-    with torch.no_grad():
-        return _run(model, microbatches, finish, forward_only=True)
-
-
 def forward_backward(
     model: Model,
     microbatches: Sequence[Microbatch],
@@ -166,9 +151,14 @@ def forward_only(
     ranks only combines rows. Collective.
     """
     mesh, out_T = packer.mesh, torch.zeros(len(batch.action_index_T))
+
+    def finish(output: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        return output.new_zeros(()), answer(output, microbatch)
+
     for chosen in together:
         microbatches = packer.pack(batch, chosen)
-        answers = forward(model, microbatches, answer)
+        with torch.no_grad():
+            answers = _run(model, microbatches, finish, forward_only=True)
         if mesh.is_last_stage:
             out_T += unpack(microbatches, answers, len(out_T))
     return _put_together(out_T, mesh)

@@ -8,9 +8,7 @@ collectives raise in the other program, whose own groups still work. It uses pri
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -96,19 +94,11 @@ def _gloo(store: dist.Store, rank: int, size: int, address: str, timeout: timede
 def _nccl(store: dist.Store, rank: int, size: int, name: str, ranks: list[int], timeout: timedelta) -> Any:
     options = NCCL.Options()
     options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, ranks
-    with _environment(BLOCKING_WAIT, "1"):
-        return NCCL(store, rank, size, options)
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable inside the context. torch has no argument for what it reads from it."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"  # NCCL's options have no field for it
     try:
-        yield
+        return NCCL(store, rank, size, options)
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        os.environ.pop(BLOCKING_WAIT)
+        if before is not None:
+            os.environ[BLOCKING_WAIT] = before

@@ -33,9 +33,9 @@ from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse
 from megatron_stppo.plan.work import Kind, Work, fullest_microbatch, kinds, standing_at
 from megatron_stppo.weights.reshard.resharder import mismatch
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.weights.sharding.low_rank import served_adapters, transfer
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, serving_spans, training_layouts
 from megatron_stppo.weights.sharding.tiles import Spans
-from megatron_stppo.weights.sharding.transfers import served_adapters, transfer
 
 # Settings of megatron. Weights have no values here, so that no random values and no master weights on the
 # host are made.

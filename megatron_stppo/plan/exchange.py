@@ -20,6 +20,7 @@ from megatron_stppo.weights.reshard.merging import AT_ONCE
 from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, lower_bound, plan_copies
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import (
+    ServedAdapters,
     adapted,
     adapter_shapes,
     serving_adapter_spans,
@@ -27,7 +28,6 @@ from megatron_stppo.weights.sharding.low_rank import (
 )
 from megatron_stppo.weights.sharding.spans import widths_of
 from megatron_stppo.weights.sharding.tiles import PADDING, Spans
-from megatron_stppo.weights.sharding.transfers import ServedAdapters
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.usage import EngineUse, StageUse, TrainingUse
 from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.low_rank import served_adapters, transfer
 from megatron_stppo.weights.sharding.spans import serving_spans
-from megatron_stppo.weights.sharding.transfers import served_adapters, transfer
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
-from megatron_stppo.model.learner import Learner, build_learner, served_terms
+from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.console import timed
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings, collect
@@ -35,8 +35,8 @@ from megatron_stppo.validation import model_layout
 from megatron_stppo.validation.serving import check_resumed
 from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.low_rank import served_adapters, transfer
 from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts
-from megatron_stppo.weights.sharding.transfers import served_adapters, transfer
 
 
 @dataclass
@@ -249,7 +249,7 @@ def engine_sync(learner: Learner, engine: Engine) -> Resharder:
         weights,
         engine.parameters(),
         *rows[:3],
-        served_terms(weights, shape, config, mesh),
+        build.adapter_terms(weights, shape, config, mesh, merged=config.model.lora.sync == "merged"),
         changed=rows.changed,
         ranks_per_node=process.ranks_per_node(),
     )

@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_stppo.data.packing import Microbatch
@@ -62,19 +61,10 @@ class Choice:
         return chosen
 
 
-class RoutedChunk(Protocol):
-    """A model chunk, each of whose forward passes calls routing.begin."""
-
-    config: TransformerConfig
-    routing: Routing | None
-
-    def modules(self) -> Iterator[torch.nn.Module]: ...
-
-
 class Routing:
     """The routers of one model chunk, in the order of their layers."""
 
-    def __init__(self, chunk: RoutedChunk, mesh: MeshRank) -> None:
+    def __init__(self, chunk: Any, mesh: MeshRank) -> None:
         self.mesh = mesh
         routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
         self.choices = [Choice() for _ in routers]
@@ -101,8 +91,8 @@ class Routing:
         return value_P.chunk(self.mesh.tensor_size)[self.mesh.tensor_rank]
 
 
-def attach(model: Sequence[RoutedChunk], mesh: MeshRank) -> None:
-    """Enable recording and replay for the model chunks of one rank."""
+def attach(model: Sequence[Any], mesh: MeshRank) -> None:
+    """Enable recording and replay for the model chunks (TokenModel) of one rank."""
     first = 0
     for chunk in model:
         chunk.routing = Routing(chunk, mesh)
@@ -110,7 +100,7 @@ def attach(model: Sequence[RoutedChunk], mesh: MeshRank) -> None:
         first += len(chunk.routing.choices)
 
 
-def routed_layers(model: Sequence[RoutedChunk]) -> list[int]:
+def routed_layers(model: Sequence[Any]) -> list[int]:
     """Return the indices, in the whole model, of the layers of Batch.routes_P on this rank."""
     return [layer for chunk in model if chunk.routing is not None for layer in chunk.routing.layers]
 
@@ -145,7 +135,7 @@ class Record:
 
 
 @contextlib.contextmanager
-def recording(model: Sequence[RoutedChunk]) -> Iterator[Record | None]:
+def recording(model: Sequence[Any]) -> Iterator[Record | None]:
     """Context manager that records the experts chosen by the chunks' routers.
 
     It yields a Record, or None if `attach` was not called on the model.

@@ -38,7 +38,7 @@ from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from megatron_stppo.rollout.vllm.engine import Engine
 from megatron_stppo.training.rollouts import rollout_settings
 from megatron_stppo.weights.sharding.hf_names import read_shape
-from megatron_stppo.weights.sharding.transfers import served_adapters
+from megatron_stppo.weights.sharding.low_rank import served_adapters
 
 PATIENCE = 10  # times serving.timeout: how long a repeated replica waits for what its journal names
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_stppo.base.printing import printable
 from megatron_stppo.cluster.launch.rendezvous import address_towards, check_nccl_interface, connect_store
 from megatron_stppo.model import build
-from megatron_stppo.model.learner import Learner, served_terms
+from megatron_stppo.model.learner import Learner
 from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records
@@ -39,9 +39,9 @@ from megatron_stppo.weights.reshard.merging import Term
                 *rows[:3],
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.low_rank import ServedAdapters, served_adapters, transfer
 from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts
 from megatron_stppo.weights.sharding.tiles import Spans
-from megatron_stppo.weights.sharding.transfers import ServedAdapters, served_adapters, transfer
 
 if TYPE_CHECKING:  # it imports vLLM, which the trainer does not need
     from megatron_stppo.rollout.vllm.engine import Engine
@@ -137,7 +137,8 @@ class Link:
         """
         weights = build.named_parameters(learner.policy)
         config, mesh, shape = learner.config, learner.mesh, learner.shape
-        terms = served_terms(weights, shape, config, mesh)
+        merged = config.model.lora.sync == "merged"
+        terms = build.adapter_terms(weights, shape, config, mesh, merged=merged)
         adapters = served_adapters(config.model.lora, shape)
         return cls(weights, shape, offer, tensor, timeout, store, adapters, terms)
 

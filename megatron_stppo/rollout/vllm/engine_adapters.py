@@ -16,8 +16,7 @@ from vllm.platforms import current_platform
 
 from megatron_stppo.cluster.launch.vllm_environment import padded_rank
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.low_rank import A, B, adapter_key
-from megatron_stppo.weights.sharding.transfers import ServedAdapters
+from megatron_stppo.weights.sharding.low_rank import A, B, ServedAdapters, adapter_key
 
 REQUEST = LoRARequest("policy", 1, "in memory")  # name, id, and a path, which vLLM never reads
 

@@ -43,7 +43,7 @@ from megatron_stppo.rollout.vllm import cpu_cache  # noqa: E402
 from megatron_stppo.rollout.vllm.engine_adapters import lora_arguments  # noqa: E402
 from megatron_stppo.weights.sharding.hf_fields import FAMILIES  # noqa: E402
 from megatron_stppo.weights.sharding.hf_load import load_config, load_generation  # noqa: E402
-from megatron_stppo.weights.sharding.transfers import ServedAdapters  # noqa: E402
+from megatron_stppo.weights.sharding.low_rank import ServedAdapters  # noqa: E402
 
 if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE, weight_map
+from megatron_stppo.weights.sharding.hf_files import entries
 from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
-from megatron_stppo.weights.sharding.spans import hf_spans
+from megatron_stppo.weights.sharding.spans import whole_spans
 from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans
 
 
@@ -68,7 +68,8 @@ def weights_digest(folder: Path, shape: ModelShape) -> str:
     because the weights are read only once. Raises ConfigError if a tensor is missing in the folder or has
     another shape than in a model of this shape.
     """
-    digests, shapes, spans = [], hf_shapes(shape), hf_spans(shape)
+    digests, shapes = [], hf_shapes(shape)
+    spans = whole_spans(shapes)
     with ExitStack() as stack:
         checkpoint = _Checkpoint(Path(folder), stack)
         for key in sorted(shapes)[dist.get_rank() :: dist.get_world_size()]:
@@ -85,36 +86,22 @@ class _Checkpoint:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
-        self._file_of = weight_map(folder)
-        self._open: dict[str, safe_open] = {}
+        self._entries = entries(folder)
+        self._open: dict[Path, Any] = {}
 
     def read(self, span: Span, shape: tuple[int, ...]) -> Tensor:
         """Return the rows of a span, which must have this shape."""
         key, dim, start, size, _ = span
-        if self._file_of is not None and key not in self._file_of:
-            raise ConfigError(f"{self.folder}/{INDEX}: has no tensor {key!r}; the checkpoint is not complete")
-        file = self._file(SINGLE if self._file_of is None else self._file_of[key])
-        try:
-            view: Any = file.get_slice(key)  # type: ignore[no-untyped-call]
-        except SafetensorError:
-            raise ConfigError(
-                f"{self.folder}: has no tensor {key!r}; the checkpoint is not complete"
-            ) from None
-        held = view.get_shape()
-        across = (held[:dim] + held[dim + 1 :], [*shape[:dim], *shape[dim + 1 :]])
+        if key not in self._entries:
+            raise ConfigError(f"{self.folder}: has no tensor {key!r}; the checkpoint is not complete")
+        path, _, held = self._entries[key]
+        across = (held[:dim] + held[dim + 1 :], shape[:dim] + shape[dim + 1 :])
         if across[0] != across[1] or held[dim] < start + size:
             raise ConfigError(
-                f"{self.folder}: tensor {key!r} has shape {held}, config.json disagrees; correct it"
+                f"{self.folder}: tensor {key!r} has shape {[*held]}, config.json disagrees; correct it"
             )
-        rows = slice(start, start + size)
+        if path not in self._open:
+            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+        view, rows = self._open[path].get_slice(key), slice(start, start + size)
         read: Tensor = view[rows] if dim == 0 else view[:, rows]
         return read
-
-    def _file(self, name: str) -> safe_open:
-        if name not in self._open:
-            path = self.folder / name
-            try:
-                self._open[name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None
-        return self._open[name]

@@ -152,11 +152,9 @@ def rate_of(folder: Path, raw: Mapping[str, Any], name: str) -> float:
 def flag_of(folder: Path, raw: Mapping[str, Any], name: str) -> bool:
     """Return a field that must be true or false. Raises ConfigError otherwise."""
     value = raw[name]
-    if not isinstance(value, bool):
-        raise ConfigError(
-            f"{folder}: config.json's {name} is {value!r}, not true or false; fetch the file again"
-        )
-    return value
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{folder}: config.json's {name} is {value!r}, not true or false; fetch the file again")
 
 
 def experts_field(folder: Path, raw: Mapping[str, Any]) -> str:

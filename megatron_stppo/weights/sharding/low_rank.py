@@ -1,8 +1,11 @@
-"""Describes where the rows of low-rank adapters are: on a training rank, and as tensors of a checkpoint.
+"""Describes where the rows of low-rank adapters are: on a training rank, in an engine, and as tensors of a
+checkpoint.
 
 An adapter of a layer W [out, in] has A [r, in] and B [out, r]. Every Hugging Face layer has its own A and B,
 under the names that the package `peft` gives them. megatron's linear_qkv and linear_fc1 join several such
 layers. The spans of their adapters follow those of their weight: row i of B belongs to row i of the weight.
+
+The engine gets the layers that have adapters merged with them, or it gets A and B, and applies them itself.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_stppo.config import LoraConfig
 from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.spans import row_widths, widths_of
 from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans, tile, whole
 
 A, B = "lora_A", "lora_B"
@@ -27,6 +32,9 @@ JOINED = {
     "mlp.linear_fc1": ("gate_proj", "up_proj"),
     "mlp.linear_fc2": ("down_proj",),
 }
+
+
+Layouts = Mapping[int, Spans]  # by rank
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,63 @@ def serving_adapter_spans(weights: Spans, rank: int, rows: int, targets: Collect
             else:
                 spans |= {a: (span._replace(hf_key=a, local=0),), b: whole(b, rows)}
     return spans
+
+
+@dataclass(frozen=True)
+class ServedAdapters:
+    """The adapters of a model, and how its engine gets them.
+
+    Example: ServedAdapters(16, ("q_proj", "v_proj"), alone=True).
+    """
+
+    rank: int
+    targets: tuple[str, ...]  # Hugging Face names, without all-linear
+    alone: bool  # A and B, which the engine applies; False: weights that they are merged with
+
+
+def served_adapters(lora: LoraConfig, shape: ModelShape) -> ServedAdapters | None:
+    """Return the adapters that an engine serves, or None if all weights are trained."""
+    if not lora.rank:
+        return None
+    layers = {key.split(".")[-2] for key in adapted(shape, lora.names)}
+    targets = tuple(name for name in lora.names if name in layers)
+    return ServedAdapters(lora.rank, targets, lora.sync == "adapter")
+
+
+class Transfer(NamedTuple):
+    """What a trainer's ranks hold, and what an engine's need; see weights/reshard/plan.py."""
+
+    sources: Layouts
+    targets: Layouts
+    widths: Mapping[str, int]
+    changed: Collection[str] | None  # the checkpoint tensors that every version changes; None: all
+
+
+def transfer(
+    shape: ModelShape, training: Layouts, serving: Layouts, adapters: ServedAdapters | None
+) -> Transfer:
+    """Return the transfer from a trainer to an engine; without adapters, every version changes all weights.
+
+    training, serving: training_layouts and serving_layouts of spans.py.
+    """
+    widths = row_widths(shape)
+    if adapters is None:
+        return Transfer(training, serving, widths, None)
+    rank, names = adapters.rank, adapters.targets
+    if not adapters.alone:
+        return Transfer(training, serving, widths, adapted(shape, names).keys())
+    shapes, hidden = adapter_shapes(shape, rank, names), shape.hidden
+    # Ranks that share their spans share the result, see weights/reshard/plan.py.
+    served = {
+        id(spans): {**spans, **serving_adapter_spans(spans, rank, hidden, names)}
+        for spans in {id(spans): spans for spans in serving.values()}.values()
+    }
+    return Transfer(
+        {at: {**spans, **adapter_spans(spans, rank, hidden, names)} for at, spans in training.items()},
+        {at: served[id(spans)] for at, spans in serving.items()},
+        widths | widths_of(shapes),
+        shapes.keys(),
+    )
 
 
 @torch.no_grad()

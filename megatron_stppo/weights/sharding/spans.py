@@ -213,11 +213,6 @@ def serving_layouts(shape: ModelShape, world: int, tensor_size: int) -> dict[int
     return {rank: per_rank[rank % tensor_size] for rank in range(world)}
 
 
-def hf_spans(shape: ModelShape) -> dict[str, tuple[Span, ...]]:
-    """Return the spans of a whole checkpoint, as if one rank held all tensors."""
-    return whole_spans(hf_shapes(shape))
-
-
 def whole_spans(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[Span, ...]]:
     """Return the spans of whole tensors of these shapes, by their checkpoint names."""
     return {

@@ -35,9 +35,8 @@ def observe(
     from megatron_stppo.rollout.vllm.engine_adapters import lora_arguments
     from megatron_stppo.training.colocated import build_engine, engine_sync
     from megatron_stppo.weights.sharding.hf_names import read_shape
-    from megatron_stppo.weights.sharding.low_rank import fill
+    from megatron_stppo.weights.sharding.low_rank import ServedAdapters, fill, served_adapters
     from megatron_stppo.weights.sharding.spans import serving_layouts
-    from megatron_stppo.weights.sharding.transfers import ServedAdapters, served_adapters
 
     rollout = {"engine_tensor": engine_tensor, "max_context": CONTEXT, "max_sequences": 16}
     given = {"model": {"path": folder, "lora": lora}, "parallel": parallel}

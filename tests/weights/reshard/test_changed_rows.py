@@ -11,15 +11,16 @@ from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.hf_names import hf_shapes
 from megatron_stppo.weights.sharding.low_rank import (
+    ServedAdapters,
     adapted,
     adapter_key,
     adapter_shapes,
     adapter_spans,
     low_rank_terms,
     scaled_terms,
+    transfer,
 )
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts, widths_of
-from megatron_stppo.weights.sharding.transfers import ServedAdapters, transfer
 from tests.ranks import run_ranks
 from tests.weights.reshard.pieces import blank, checkpoint, cut, model_shape, padding_rows
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.reshard.plan import PlanError, RowCopy, buckets, digest, lower_bound
 from megatron_stppo.weights.sharding.hf_fields import FAMILIES
-from megatron_stppo.weights.sharding.spans import hf_spans, row_widths, serving_layouts, training_layouts
+from megatron_stppo.weights.sharding.hf_names import hf_shapes
+from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts, whole_spans
 from megatron_stppo.weights.sharding.tiles import PADDING, Span
 from tests.weights.reshard.pieces import apply, blank, build_plan, checkpoint, cut, model_shape, padding_rows
 
@@ -73,7 +74,7 @@ def test_every_element_is_written_once_with_the_value_that_the_checkpoint_has(ca
     train, engine, whole = (
         training_layouts(shape, layout, spec=spec),
         serving_layouts(shape, layout.world, serving),
-        hf_spans(shape),
+        whole_spans(hf_shapes(shape)),
     )
     source = {rank: cut(spans, held, widths) for rank, spans in train.items()}
 

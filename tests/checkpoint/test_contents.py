@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_stppo.checkpoint.state_pieces import check_coverage, rectangles
+from megatron_stppo.checkpoint.contents import check_coverage, rectangles
 
 
 def test_a_range_is_the_end_of_a_row_whole_rows_and_the_beginning_of_a_row() -> None:
