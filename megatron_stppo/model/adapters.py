@@ -13,13 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
@@ -33,67 +27,46 @@ class Adapter(torch.nn.Module):
     """A and B of one of megatron's layers. They have the type and the device of the layer's weight and
     are zero at first.
 
-    A parameter that all tensor-parallel ranks hold gets its whole gradient on each of them, or, with sequence
-    parallelism, the part of the rank's tokens: `sequence_parallel` has megatron sum these.
+    Of a column-parallel layer, A is whole on every rank, and B has the layer's rows. Where the layer joins
+    several Hugging Face layers, a has one A under the other, [J r, in], and row i of b applies to the A of
+    the layer that the row belongs to. Of a row-parallel layer, A has the layer's columns, and B is whole.
+    The parameter that all tensor-parallel ranks hold gets its whole gradient on each of them, or, with
+    sequence parallelism, the part of the rank's tokens: `sequence_parallel` has megatron sum these.
+    owner: [rows, J]: 1 where row i belongs to the j-th joined layer; None for a row-parallel layer.
     """
 
-    cut: tuple[str, int]  # the parameter that is cut over the tensor-parallel ranks, and its dimension
-
-    def __init__(self, linear: Any, a: tuple[int, int], b: tuple[int, int], scale: float) -> None:
+    def __init__(
+        self, linear: Any, a: tuple[int, int], b: tuple[int, int], owner: Tensor | None, scale: float
+    ) -> None:
         super().__init__()
         self.a, self.b = (
             torch.nn.Parameter(linear.weight.new_zeros(size, dtype=linear.config.params_dtype))
             for size in (a, b)
         )
+        self.owner: Tensor | None
+        self.register_buffer("owner", owner, persistent=False)
         self.scale = scale
         self._sequence, self._group = linear.sequence_parallel, linear.tp_group
-
-
-class ColumnAdapter(Adapter):
-    """The adapter of a column-parallel layer. A is whole on every rank, and B has the layer's rows.
-
-    Where the layer joins several Hugging Face layers, a has one A under the other, [J r, in], and row i of b
-    applies to the A of the layer that the row belongs to.
-    owner: [rows, J]: 1 where row i belongs to the j-th of them.
-    """
-
-    cut = ("b", 0)
-
-    def __init__(self, linear: Any, owner: Tensor, rank: int, columns: int, scale: float) -> None:
-        rows, joined = owner.shape
-        super().__init__(linear, (joined * rank, columns), (rows, rank), scale)
-        self.owner: Tensor
-        self.register_buffer("owner", owner, persistent=False)
-        set_tensor_model_parallel_attributes(self.b, True, 0, 1)
-        self.a.sequence_parallel = self._sequence  # type: ignore[attr-defined]
+        # the parameter that is cut over the tensor-parallel ranks, and its dimension
+        self.cut = ("a", 1) if owner is None else ("b", 0)
+        part, whole = (self.a, self.b) if owner is None else (self.b, self.a)
+        tensor_parallel.set_tensor_model_parallel_attributes(part, True, self.cut[1], 1)
+        whole.sequence_parallel = self._sequence  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         low = _product(x, self.a.t())
-        if self._sequence:
-            low = gather_from_sequence_parallel_region(low, group=self._group)
+        b: Tensor = self.b
+        if self.owner is None and self._sequence:
+            low = tensor_parallel.reduce_scatter_to_sequence_parallel_region(low, group=self._group)
+        elif self.owner is None:
+            low = tensor_parallel.reduce_from_tensor_model_parallel_region(low, group=self._group)
+        elif self._sequence:
+            low = tensor_parallel.gather_from_sequence_parallel_region(low, group=self._group)
         else:
-            low = copy_to_tensor_model_parallel_region(low, group=self._group)
-        b = (self.owner[:, :, None] * self.b[:, None, :]).flatten(1)  # [rows, J r]: zero for the other layers
+            low = tensor_parallel.copy_to_tensor_model_parallel_region(low, group=self._group)
+        if self.owner is not None:
+            b = (self.owner[:, :, None] * b[:, None, :]).flatten(1)  # [rows, J r]: zero for the other layers
         return _product(low, b.t()) * self.scale
-
-
-class RowAdapter(Adapter):
-    """The adapter of a row-parallel layer. A has the layer's columns, and B is whole on every rank."""
-
-    cut = ("a", 1)
-
-    def __init__(self, linear: Any, rows: int, rank: int, columns: int, scale: float) -> None:
-        super().__init__(linear, (rank, columns), (rows, rank), scale)
-        set_tensor_model_parallel_attributes(self.a, True, 1, 1)
-        self.b.sequence_parallel = self._sequence  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        low = _product(x, self.a.t())
-        if self._sequence:
-            low = reduce_scatter_to_sequence_parallel_region(low, group=self._group)
-        else:
-            low = reduce_from_tensor_model_parallel_region(low, group=self._group)
-        return _product(low, self.b.t()) * self.scale
 
 
 def attach(chunk: torch.nn.Module, spans: Spans, rank: int, scale: float) -> None:
@@ -107,11 +80,11 @@ def attach(chunk: torch.nn.Module, spans: Spans, rank: int, scale: float) -> Non
             continue
         layer: Any = chunk.get_submodule(linear)
         of_b = spans[adapter_names(linear)[1]]
-        if of_a[0].dim == 1:
-            layer.adapter = RowAdapter(layer, _rows(of_b), rank, _rows(of_a), scale)
-        else:
+        a, owner = (rank, _rows(of_a)), None
+        if of_a[0].dim == 0:
+            a = (_rows(of_a), layer.input_size)
             owner = _owner(of_a, of_b).to(layer.weight.device, layer.config.params_dtype)
-            layer.adapter = ColumnAdapter(layer, owner, rank, layer.input_size, scale)
+        layer.adapter = Adapter(layer, a, (_rows(of_b), rank), owner, scale)
         layer.register_forward_hook(_add)
 
 
@@ -172,7 +145,7 @@ def _rows(spans: tuple[Span, ...]) -> int:
 
 
 def _owner(of_a: tuple[Span, ...], of_b: tuple[Span, ...]) -> Tensor:
-    """Return ColumnAdapter's `owner`, in float32."""
+    """Return the `owner` of a column-parallel layer's adapter, in float32."""
     layers = [span.hf_key.replace(A, B) for span in of_a]
     owner = torch.zeros(_rows(of_b), len(layers))
     for span in of_b:
