@@ -45,6 +45,11 @@ from megatron_stppo.weights.sharding.hf_names import read_shape
 
 FAILURES = 3  # the run ends when this many saves in a row have failed
 LAST_SECONDS = 60  # time that a save in progress gets to finish when the process exits
+VERSIONS = {
+    "megatron_stppo": megatron_stppo.__version__,
+    "torch": torch.__version__,
+    "megatron-core": importlib.metadata.version("megatron-core"),
+}
 log = logging.getLogger(__name__)
 
 
@@ -139,8 +144,10 @@ class Saver:
             for role, trainer in trainers.items()
         }
         own = torch.tensor(sum(copy.bytes for copy in copies.values()) + len(episodes))
-        model = made_of(trainers) | {"shape": self._shape}
-        files = {steps.STATE: json.dumps(state | {"trainers": _counters(trainers)} | model).encode()}
+        # the arguments of Trainer.restore
+        counters = {r: (t.updates, t.skipped, t.warmup, asdict(t.memory)) for r, t in trainers.items()}
+        state = state | {"trainers": counters} | made_of(trainers) | {"shape": self._shape}
+        files = {steps.STATE: json.dumps(state).encode()}
         if episodes:
             files[steps.EPISODES] = episodes
         return Save(
@@ -148,7 +155,7 @@ class Saver:
             folder / f"step_{step}",
             copies,
             files,
-            Manifest(step, {}, self._config_sha256, _versions(), self._layout),
+            Manifest(step, {}, self._config_sha256, VERSIONS, self._layout),
             int(all_reduce_sum(own)),
             partial(steps.retire, folder, step, self._last, run.keep_checkpoints, run.keep_every),
             self._group,
@@ -174,16 +181,3 @@ class Saver:
         # A daemon thread that is still running when the interpreter shuts down can change the exit code.
         if self._thread is not None:
             self._thread.join(LAST_SECONDS)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "megatron_stppo": megatron_stppo.__version__,
-        "torch": torch.__version__,
-        "megatron-core": importlib.metadata.version("megatron-core"),
-    }
-
-
-def _counters(trainers: dict[str, Trainer]) -> dict[str, tuple[int, int, int, dict[str, Any]]]:
-    """Return the arguments of Trainer.restore for each role."""
-    return {role: (t.updates, t.skipped, t.warmup, asdict(t.memory)) for role, t in trainers.items()}

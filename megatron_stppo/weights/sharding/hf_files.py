@@ -26,7 +26,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
 
 
-def weight_map(folder: Path) -> dict[str, str] | None:
+def _weight_map(folder: Path) -> dict[str, str] | None:
     """Return {tensor: file name} for a checkpoint of several files, or None for a single file.
 
     A folder with both has a single file for transformers, which does not read the index then.
@@ -53,7 +53,7 @@ def entries(folder: Path) -> dict[str, Entry]:
 
     Raises ConfigError if a file cannot be read or the index is wrong.
     """
-    named = weight_map(folder)
+    named = _weight_map(folder)
     found: dict[str, Entry] = {}
     for name in [SINGLE] if named is None else sorted(set(named.values())):
         path = folder / name
