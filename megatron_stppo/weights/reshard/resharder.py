@@ -83,10 +83,9 @@ class Resharder:
         problem = mismatch("source", source, own_source, widths, all_named=False)
         problem += mismatch("target", target, own_target, widths, all_named=True)
         parts = [None] if changed is None else [widths.keys() - changed, changed]
-        plans: list[list[RowCopy]] = []
+        sides, plans = (source_layouts, target_layouts, widths), list[list[RowCopy]]()
         try:
             for keys in parts:
-                sides = (source_layouts, target_layouts, widths)
                 plans.append(list(plan_copies(*sides, ranks_per_node=ranks_per_node, keys=keys)))
         except PlanError as error:  # reported to all ranks, because other ranks may have made a plan
             problem += str(error)
@@ -131,7 +130,7 @@ class Resharder:
         due = self._exchanges if self._reason else self._exchanges[-1:]
         self._reason = f"sync to version {version} has not ended"
         try:
-            compared, checksum = map(sum, zip(*map(self._sync, due), strict=True))
+            checked = [self._sync(exchange) for exchange in due]
         except BaseException as error:
             self._reason = f"sync to version {version} failed: {error}"
             raise
@@ -143,8 +142,8 @@ class Resharder:
             sum(exchange.bytes_moved for exchange in due),
             sum(exchange.bytes_self for exchange in due),
             sum(len(exchange.buckets) for exchange in due),
-            compared,
-            checksum,
+            sum(compared for compared, _ in checked),
+            sum(checksum for _, checksum in checked),
         )
 
     def _sync(self, exchange: Exchange) -> tuple[int, int]:
