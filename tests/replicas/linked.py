@@ -200,7 +200,7 @@ def _die(folder: Path) -> None:
 
 def before_a_bucket(link: Link, hook: Callable[[int], object]) -> None:
     """Call the hook before a bucket is packed."""
-    link._reshard._each._on_bucket = hook  # type: ignore[union-attr,assignment]
+    link._reshard._on_bucket = hook  # type: ignore[union-attr,assignment]
 
 
 def _tensors(offer: Offer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

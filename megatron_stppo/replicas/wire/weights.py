@@ -32,11 +32,7 @@ from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.wire.messages import Offer
 from megatron_stppo.weights.reshard.merging import Term
-            rows = transfer(shape, *layouts, adapters)
-            return Resharder(
-                tensors if self._is_trainer else {},
-                {} if self._is_trainer else tensors,
-                *rows[:3],
+from megatron_stppo.weights.reshard.resharder import Resharder, SyncReport
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import ServedAdapters, served_adapters, transfer
