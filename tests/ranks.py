@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
@@ -23,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from megatron_stppo.cluster.launch.process import free_port
 
 PATIENCE = 10.0  # seconds to wait, after a rank died, for the error message of another rank
 
@@ -92,7 +93,7 @@ def _gather(pipes: list[Connection], deadline: float) -> list[Any]:
 def _rank(
     rank: int,
     world: int,
-    port: int,
+    port: str,
     timeout: float,
     environment: dict[str, str],
     send: Connection,
@@ -102,7 +103,7 @@ def _rank(
     os.environ.update(environment)  # a forked rank inherits the environment of the first call
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
+        MASTER_PORT=port,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world),
@@ -130,11 +131,4 @@ def leave_group() -> None:
     port = [free_port()]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
-    os.environ["MASTER_PORT"] = str(port[0])
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    os.environ["MASTER_PORT"] = port[0]

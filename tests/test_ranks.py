@@ -43,6 +43,6 @@ def test_a_lost_port_is_named(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        monkeypatch.setattr("tests.ranks.free_port", lambda: taken.getsockname()[1])
+        monkeypatch.setattr("tests.ranks.free_port", lambda: str(taken.getsockname()[1]))
         with pytest.raises(RankError, match=r"rank 0 raised[\s\S]*EADDRINUSE"):
             run_ranks(add_ranks, 2, 5, timeout=30)

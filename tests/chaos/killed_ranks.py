@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.cluster.deadlines import Watchdog
+from megatron_stppo.cluster.launch.process import free_port
 from megatron_stppo.cluster.preemption import PreemptionNotice
 from megatron_stppo.config import Config, DeadlinesConfig
 from megatron_stppo.config.file import load
@@ -59,7 +59,7 @@ class Ranks:
         if they fail before, or if a published step is lost."""
         self.config.run.root.mkdir(parents=True, exist_ok=True)
         left = self._half_done()
-        began, port = self.log.stat().st_size if self.log.exists() else 0, _free_port()
+        began, port = self.log.stat().st_size if self.log.exists() else 0, free_port()
         started, first = time.monotonic(), 0.0
         children = [self._fork(rank, port) for rank in range(RANKS)]
         codes: dict[int, int] = {}
@@ -111,7 +111,7 @@ class Ranks:
         assert not fault, f"{path}: {fault}"
         return step
 
-    def _fork(self, rank: int, port: int) -> int:
+    def _fork(self, rank: int, port: str) -> int:
         child = os.fork()
         if child:
             return child
@@ -122,7 +122,7 @@ class Ranks:
                 os.dup2(log.fileno(), 2)
             world = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": rank}
             os.environ.update({name: str(value) for name, value in world.items()})
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
             run = self.config.run
             with Watchdog(run.folder, self.config.deadline_by_phase, rank, RANKS) as watchdog:
                 sys.modules["megatron_stppo.training.loop"].train(
@@ -161,10 +161,3 @@ def kill_often(config: Path, kills: int, seed: int) -> Iterator[tuple[str, Attem
             kills, done = kills - attempt.killed, not attempt.killed
             yield f"killed-{number}", attempt
         assert ranks.files() == expected, f"run {number} ends with other bytes"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

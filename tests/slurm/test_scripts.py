@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_stppo.cluster.launch.process import free_port
 from megatron_stppo.config.file import load
 from megatron_stppo.validation import checks
 from tests.plan.test_plans import EXAMPLES, PLANNED
-from tests.ranks import free_port
 from tests.slurm import cluster
 
 CHECK = cluster.SCRIPTS / "preflight.sbatch"
@@ -238,7 +238,7 @@ def test_the_check_of_the_nodes_runs_on_two_ranks_and_the_job_ends_with_its_code
     for name, space in (("enough", "0"), ("too-small", "1e9")):
         limits = ("min_free_space", space), ("min_open_files", "0"), ("min_write", "0"), ("min_read", "0")
         given = ["--size", "1", *(f"--limit={limit}={value}" for limit, value in limits)]
-        variables = {"ROOT": str(tmp_path / name), "MASTER_PORT": str(free_port())}
+        variables = {"ROOT": str(tmp_path / name), "MASTER_PORT": free_port()}
         options = ("--nodes=1", "--ntasks-per-node=2")
         with cluster.submit(tmp_path / f"slurm-{name}", CHECK, *options, arguments=given, **variables) as job:
             codes[name] = job.process.wait(300)

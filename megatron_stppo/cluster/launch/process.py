@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import random
 import re
 import socket
 import sys
@@ -306,7 +307,14 @@ def device_index() -> int:
 
 
 def free_port() -> str:
-    """Return a port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    """Return a port of the loopback interface on which nobody listens now.
+
+    It is below the ephemeral ports of Linux: the system could give one of those to another connection before
+    the caller listens.
+    """
+    draw = random.SystemRandom()  # processes with the same seed must not draw the same ports
+    while True:
+        port = draw.randrange(20_000, 32_768)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return str(port)

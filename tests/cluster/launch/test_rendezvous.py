@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.cluster.launch.process import free_port
 from megatron_stppo.cluster.launch.rendezvous import (
     INTERFACES,
     LAZY,
@@ -40,12 +41,6 @@ def listeners() -> set[tuple[str, int]]:
     return {(one.laddr.ip, one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_single_rank_opens_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
     before = listeners()
     among(monkeypatch, 0, 1)
@@ -65,10 +60,10 @@ def test_the_first_rank_listens_only_on_the_address_that_the_others_were_given(
     port, before, got = free_port(), listeners(), []
     if launcher is SRUN:
         launcher = torchrun_variables(launcher)
-    among(monkeypatch, 0, 2, **launcher | {"MASTER_PORT": str(port)})
+    among(monkeypatch, 0, 2, **launcher | {"MASTER_PORT": port})
 
     def other() -> None:
-        got.append(dist.TCPStore("127.0.0.1", port, 2, False, SOON).get("hello"))
+        got.append(dist.TCPStore("127.0.0.1", int(port), 2, False, SOON).get("hello"))
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -76,7 +71,7 @@ def test_the_first_rank_listens_only_on_the_address_that_the_others_were_given(
     store.set("hello", "you")
     thread.join()
     assert got == [b"you"]
-    assert listeners() - before == {("127.0.0.1", port)}
+    assert listeners() - before == {("127.0.0.1", int(port))}
 
 
 def test_a_store_for_other_programs_listens_only_on_the_given_address() -> None:

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_stppo.cluster.launch.process import free_port
 from megatron_stppo.cluster.preflight import limits
 from megatron_stppo.cluster.preflight.check import Settings, check
 from megatron_stppo.cluster.preflight.judge import ANSWERS
-from tests.ranks import free_port, run_ranks
+from tests.ranks import run_ranks
 
 EASY = (
     "min_free_space=0",
@@ -47,7 +48,7 @@ class Result:
 
 
 def of_rank(
-    port: int,
+    port: str,
     root: str,
     nodes: tuple[str, ...],
     seconds: float,
@@ -61,7 +62,7 @@ def of_rank(
     if rank == absent:
         return -1, ""
     local, here = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
-    os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(here))
+    os.environ.update(MASTER_PORT=port, LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(here))
     os.environ.update(SLURMD_NODENAME=nodes[rank], GLOO_SOCKET_IFNAME=interface if rank == 3 else "lo")
     folder = Path(root, folder_of_b if nodes[rank] == "b" else "runs")
     settings = Settings(folder, limits.read(EASY), seconds, 2**20, Path(root, "check.json"))

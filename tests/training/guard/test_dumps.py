@@ -100,7 +100,9 @@ def test_a_damaged_dump_is_refused_with_its_name(tmp_path: Path) -> None:
 
 
 def test_routes_of_other_stages_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, 1, replace(scored(), routes_P=torch.zeros(10, 2, 1, dtype=torch.uint8)))
+    batch = scored()
+    routes_P = torch.zeros(len(batch.tokens_P), 2, 1, dtype=torch.uint8)
+    write(tmp_path, 1, replace(batch, routes_P=routes_P))
     assert dumps.read(tmp_path, 1, MESH)[0].routes_P is not None
     with pytest.raises(ConfigError, match=r"other pipeline stages; set parallel\.pipeline=1"):
         dumps.read(tmp_path, 1, replace(MESH, pipeline_size=2, layout=Layout(pipeline=2)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from megatron_stppo.cluster.launch.process import free_port
 from megatron_stppo.environments.retrieval import BM25Retriever
 from tests.forking import stand_in
 from tests.rollout.vllm.tiny import build_model
@@ -145,7 +145,7 @@ def retriever(root: Path) -> Iterator[tuple[str, ...]]:
     """Run `serve-retriever` on the index. Yield the overrides with which a run uses it, with a token."""
     port = free_port()
     command = [sys.executable, "-m", "megatron_stppo", "serve-retriever", str(root / "index")]
-    command += ["--port", str(port), "--token-env", "RETRIEVER_TOKEN"]
+    command += ["--port", port, "--token-env", "RETRIEVER_TOKEN"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT) as process:
         try:
             deadline = time.monotonic() + 60
@@ -162,13 +162,6 @@ def retriever(root: Path) -> Iterator[tuple[str, ...]]:
             process.terminate()
 
 
-def free_port() -> int:
-    """Return a free port below the ephemeral ports, so that the system does not assign it meanwhile."""
-    while _answers(port := random.randrange(30_000, 32_768)):
-        pass
-    return port
-
-
-def _answers(port: int) -> bool:
+def _answers(port: str) -> bool:
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex(("127.0.0.1", int(port))) == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.checkpoint.step_folder import compare, inspect
+from megatron_stppo.cluster.launch.process import free_port
 from tests.forking import stand_in
 from tests.slurm import cluster
 from tests.training.loop import small_run
@@ -25,7 +26,7 @@ def submit(root: Path, config: Path, name: str, ranks: int, **variables: str) ->
     script = root / f"{name}.sbatch"
     script.write_text(text.replace("examples/qwen2.5-7b/config.yaml", str(config)))
     paths = {"MODEL": str(root / "model"), "ROOT": str(root / "runs")}
-    paths["MASTER_PORT"] = str(small_run.free_port())  # the job's default port is the same in all tests
+    paths["MASTER_PORT"] = free_port()  # the job's default port is the same in all tests
     paths["PYTHONPATH"] = str(small_run.ROOT)  # the small run's environment is a module of the tests
     paths["PYTHON"] = stand_in.python()
     options = (f"--job-name={name}", f"--ntasks-per-node={ranks}")
