@@ -54,21 +54,17 @@ def compare(
 ) -> None:
     """Run arms x settings x seeds of a configuration and compare them: declared contrasts with intervals, one
     HTML page; exit 1 if a cell has no result."""
-    from megatron_stppo.evidence.compare import grid as grids
-    from megatron_stppo.evidence.compare import report as page
     from megatron_stppo.evidence.compare import results
+    from megatron_stppo.evidence.compare.grid import load
+    from megatron_stppo.evidence.compare.report import text, write
+    from megatron_stppo.evidence.compare.runner import Runner
 
-    given = grids.load(grid)
-    assert given.folder is not None
-    complete = True
-    if not report:
-        from megatron_stppo.evidence.compare.runner import Runner
-
-        complete = Runner(given, jobs, lambda line: typer.echo(line, err=True)).work()
+    given = load(grid)
+    complete = report or Runner(given, jobs).work()
     found = results.read(given.folder)
-    target = given.folder / f"{grid.stem}.html"
-    typer.echo(page.text(given, found))
+    typer.echo(text(given, found))
     if found:
-        page.write(given, found, target)
+        target = given.folder / f"{grid.stem}.html"
+        write(given, found, target)
         typer.echo(target)
     raise typer.Exit(int(not complete))

@@ -1,20 +1,6 @@
 """The file that `compare` reads: arms x settings x seeds of a configuration, and the declared contrasts.
 
-Example:
-
-    config: config.yaml                     # relative to this file, as all paths
-    overrides: {run.iterations: 100}        # of every run; "{seed}" in a text becomes the seed
-    arms:
-      default: {}
-      st_ppo: {algorithm.preset: st_ppo}
-    settings:
-      low: {update.actor.lr: 1.0e-6}
-      high: {update.actor.lr: 4.0e-6}
-    seeds: [0, 1, 2, 3, 4]
-    contrasts:
-      - family: the correction
-        pairs: [[st_ppo, default]]
-        over: {at the high rate: [high]}
+docs/study/search.yaml is an example.
 """
 
 from __future__ import annotations
@@ -27,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
 from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config import ConfigError
@@ -45,20 +31,18 @@ class Outcome(Section):
     """The number of a run that is compared, from its metrics.jsonl."""
 
     metric: str = "evaluate/exact_match"
-    at: Literal["last", "best", "mean"] = "last"
+    at: Literal["last", "mean"] = "last"
     first: int = Field(0, ge=0)  # iterations before it do not count
     last: int | None = Field(None, ge=0)  # nor those after it
-    missing: float = 0.0  # at=mean: value after the end of a run that ended early for good
 
     def of(self, recorded: Mapping[int, float]) -> float:
         """Return the outcome of {iteration: value}. Raises ValueError if no iteration counts.
 
+        A mean counts 0 for what a run lacks that ended early for good.
         Example, mean from 2 to 8: 0.5 at 0, 2 and 4 of a run that ended there: (0.5 + 0.5 + 0 + 0) / 4.
         """
         end = max(recorded, default=0) if self.last is None else self.last
         within = {i: value for i, value in recorded.items() if self.first <= i <= end}
-        if self.at == "best" and within:
-            return max(within.values())
         if self.at == "last" and within:
             return within[max(within)]
         apart = sorted(recorded)[:2]
@@ -66,7 +50,7 @@ class Outcome(Section):
             step, ended = apart[1] - apart[0], max(recorded)
             lost = sum(i >= self.first for i in range(ended + step, end + 1, step))
             if within or lost:
-                return (sum(within.values()) + lost * self.missing) / (len(within) + lost)
+                return sum(within.values()) / (len(within) + lost)
         raise ValueError(f"{self.metric} has no value from iteration {self.first} on")
 
 
@@ -77,8 +61,6 @@ class ContrastFamily(Section):
     pairs: list[tuple[str, str]] = Field(min_length=1)  # left - right; ARM, or ARM@SETTING without `over`
     # {label: settings, or their weights}; each pair is a contrast under each label
     over: dict[str, list[str] | dict[str, float]] = Field(default_factory=dict)
-    seeds: list[int] | None = None  # default: all
-    margin: float | None = Field(None, gt=0)  # test that the difference is smaller than this, instead
     post_hoc: bool = False  # declared when results of these arms were known
 
 
@@ -96,32 +78,22 @@ class Cell:
 
 
 class Grid(Section):
-    config: Path
-    folder: Path | None = None  # for runs and results; default: runs/ and the name of this file
+    config: Path  # relative to the file, as all paths
+    folder: Path = Path("runs")  # for runs and results; default: runs/ and the name of the file
     processes: int = Field(1, ge=1)  # of one run
-    overrides: Overrides = Field(default_factory=dict)
-    arms: dict[Name, Overrides] = Field(min_length=1)
-    settings: dict[Name, Overrides] = Field({"base": {}}, min_length=1)
+    overrides: Overrides = Field(default_factory=dict)  # of every run; "{seed}" in a text is replaced
+    arms: dict[Name, Overrides | None] = Field(min_length=1)
+    settings: dict[Name, Overrides | None] = Field({"base": None}, min_length=1)
     seeds: list[int] = Field(min_length=1)
     outcome: Outcome = Field(default_factory=Outcome)
     contrasts: list[ContrastFamily] = Field(default_factory=list)
-    cells_of: Literal["all", "contrasts"] = "all"  # contrasts: run only what a contrast needs
-
-    @field_validator("overrides", "arms", "settings", mode="before")
-    @classmethod
-    def _empty(cls, given: Any) -> Any:
-        """Let `name:` without a value stand for no overrides."""
-        if isinstance(given, dict):
-            return {key: {} if value is None else value for key, value in given.items()}
-        return given or {}
 
     def cells(self) -> list[Cell]:
-        """Return all cells, seed by seed, so that the finished ones can be compared."""
-        places = list(itertools.product(self.arms, self.settings))
-        if self.cells_of == "contrasts":
-            sides = [side for family in self.contrasts for _, of in self.declared(family) for side in of]
-            needed = {(arm, setting) for arm, weights in sides for setting in weights}
-            places = [place for place in places if place in needed]
+        """Return the cells that the contrasts need, or all if there are none; seed by seed, so that the
+        finished ones can be compared."""
+        sides = [side for family in self.contrasts for _, of in self.declared(family) for side in of]
+        needed = {(arm, setting) for arm, weights in sides for setting in weights}
+        places = [p for p in itertools.product(self.arms, self.settings) if p in needed or not sides]
         return [Cell(*place, seed) for seed in self.seeds for place in places]
 
     def declared(self, family: ContrastFamily) -> Iterator[tuple[str, Sides]]:
@@ -136,7 +108,8 @@ class Grid(Section):
 
     def fields(self, cell: Cell) -> list[str]:
         """Return the overrides of a cell for the command line, without its name and folder."""
-        given = {"run.seed": cell.seed} | self.overrides | self.settings[cell.setting] | self.arms[cell.arm]
+        given = self.overrides | (self.settings[cell.setting] or {}) | (self.arms[cell.arm] or {})
+        given = {"run.seed": cell.seed} | given
         return [f"{field}={_written(value, cell.seed)}" for field, value in given.items()]
 
     def digest(self, cell: Cell) -> str:
@@ -148,14 +121,12 @@ class Grid(Section):
 
 def load(path: Path) -> Grid:
     """Return the grid of a YAML file, with paths relative to it. Raises ConfigError."""
-    raw = read_yaml(path, "GRID")
     try:
-        grid = Grid.model_validate(raw)
+        grid = Grid.model_validate({"folder": f"runs/{path.stem}"} | read_yaml(path, "GRID"))
     except ValidationError as error:
         raise ConfigError("\n".join(dict.fromkeys(_explained(path, one) for one in error.errors()))) from None
-    home = path.parent
-    folder = home / (grid.folder or Path("runs") / path.stem)
-    grid = grid.model_copy(update={"config": home / grid.config, "folder": folder})
+    home = {"config": path.parent / grid.config, "folder": path.parent / grid.folder}
+    grid = grid.model_copy(update=home)
     for fault in _faults(grid):
         raise ConfigError(f"{path}: {fault}")
     return grid
@@ -170,10 +141,8 @@ def _written(value: Any, seed: int) -> str:
 def _explained(path: Path, error: Any) -> str:
     where, what = ".".join(str(part) for part in error["loc"]), error["msg"]
     if error["type"] == "extra_forbidden":
-        known = [*Grid.model_fields, *Outcome.model_fields, *ContrastFamily.model_fields]
-        what = "no such field; " + (
-            did_you_mean(str(error["loc"][-1]), known) or f"known: {', '.join(known)}"
-        )
+        known = Grid.model_fields | Outcome.model_fields | ContrastFamily.model_fields
+        what = _unknown(str(error["loc"][-1]), known, "field")
     return f"{path}: {where}: {what}"
 
 
@@ -183,22 +152,16 @@ def _faults(grid: Grid) -> Iterator[str]:
         yield f"config={grid.config}: no such file; give the YAML file of a run, relative to the grid"
     if len(set(grid.seeds)) < len(grid.seeds):
         yield f"seeds={grid.seeds}: holds a seed twice; remove one"
-    given = {field for of in (grid.overrides, *grid.arms.values(), *grid.settings.values()) for field in of}
-    if own := given & {"run.name", "run.root", "run.seed"}:
+    given = [grid.overrides, *grid.arms.values(), *grid.settings.values()]
+    if own := {"run.name", "run.root", "run.seed"} & {field for of in given for field in of or ()}:
         yield f"{min(own)}: compare sets it for each run; remove it, and give `folder` or `seeds`"
     for family in grid.contrasts:
-        settings = {name for of in family.over.values() for name in of}
-        for side in (side for pair in family.pairs for side in pair):
-            arm, at, setting = side.partition(AT)
-            if at and family.over:
-                yield f"contrasts of {family.family!r}: {side} has a setting; remove it, or remove `over`"
-            settings |= {setting} if at else set()
+        where = f"contrasts of {family.family!r}"
+        for arm, weights in (side for _, sides in grid.declared(family) for side in sides):
             if arm not in grid.arms:
-                yield f"contrasts of {family.family!r}: {arm}: {_unknown(arm, grid.arms, 'arm')}"
-        for name in sorted(settings - grid.settings.keys()):
-            yield f"contrasts of {family.family!r}: {name}: {_unknown(name, grid.settings, 'setting')}"
-        if unknown := set(family.seeds or ()) - set(grid.seeds):
-            yield f"contrasts of {family.family!r}: seeds={sorted(unknown)}: not in `seeds`; add them there"
+                yield f"{where}: {arm}: {_unknown(arm, grid.arms, 'arm')}"
+            for name in weights.keys() - grid.settings.keys():
+                yield f"{where}: {name}: {_unknown(name, grid.settings, 'setting')}"
 
 
 def _unknown(name: str, known: Mapping[str, Any], kind: str) -> str:

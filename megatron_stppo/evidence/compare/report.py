@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from html import escape
 from itertools import groupby
 from pathlib import Path
 
@@ -14,94 +14,71 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_stppo.base.files import replacing
-from megatron_stppo.evidence.compare.contrasts import Contrast, contrasts
+from megatron_stppo.evidence.compare.contrasts import Contrast, contrasts, mean_interval
 from megatron_stppo.evidence.compare.grid import Cell, Grid
-from megatron_stppo.evidence.compare.results import Result
-from megatron_stppo.evidence.compare.statistics import mean_interval
+from megatron_stppo.evidence.compare.results import Found
 
-COLUMNS = ("contrast", "difference, 95 % interval", "seeds", "p", "p, Holm")
+Table = tuple[str, list[Sequence[str]]]  # title and rows, of which the first is the head
 STYLE = """body { font: 15px system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; margin: 1em 0 2em; } td, th { padding: .25em .8em; text-align: right; }
-th { border-bottom: 1px solid #888; } td:first-child, th:first-child { text-align: left; }
-img { width: 100%; }
-@media (prefers-color-scheme: dark) { body { background: #111; color: #ddd; } img { background: #fff; } }"""
+table { border-collapse: collapse; margin: 1em 0 2em; } td { padding: .25em .8em; text-align: right; }
+tr:first-child { border-bottom: 1px solid #888; } td:first-child { text-align: left; } img { width: 100%; }"""
 
 
-def text(grid: Grid, found: Mapping[Cell, Result]) -> str:
+def text(grid: Grid, found: Found) -> str:
     """Return the contrasts as a Markdown table per family."""
     lines = []
-    for name, rows in _families(contrasts(grid, found)):
-        lines += [f"{name}", "", *_markdown(COLUMNS, rows), ""]
+    for title, (head, *rows) in _families(contrasts(grid, found)):
+        every = [head, ["---"] * len(head), *rows]
+        lines += [title, "", *(f"| {' | '.join(cells)} |" for cells in every), ""]
     done = sum(cell in found for cell in grid.cells())
-    return "\n".join([*lines, f"{done} of {len(grid.cells())} cells are done; outcome: {outcome_of(grid)}"])
+    return "\n".join([*lines, f"{done} of {len(grid.cells())} cells are done; outcome: {_outcome(grid)}"])
 
 
-def write(grid: Grid, found: Mapping[Cell, Result], path: Path) -> None:
+def write(grid: Grid, found: Found, path: Path) -> None:
     """Write the page. It needs only a browser."""
     given = contrasts(grid, found)
-    parts = [f"<h1>{html.escape(path.stem)}</h1><p>Outcome: {html.escape(outcome_of(grid))}.</p>"]
+    parts = [f"<h1>{escape(path.stem)}</h1><p>Outcome: {escape(_outcome(grid))}.</p>"]
     if any(one.differences for one in given):
         parts.append(f'<img alt="differences" src="data:image/png;base64,{_figure(given)}">')
-    for name, rows in _families(given):
-        parts.append(f"<h2>{html.escape(name)}</h2>{_table(COLUMNS, rows)}")
-    parts.append("<h2>Mean of each arm in each setting, 95 % interval (seeds)</h2>")
-    parts.append(_table(("arm", *grid.settings), list(_means(grid, found))))
+    for title, rows in [*_families(given), _means(grid, found)]:
+        cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+        parts.append(f"<h2>{escape(title)}</h2><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>")
     body = f"<!doctype html><meta charset=utf-8><title>compare</title><style>{STYLE}</style>{''.join(parts)}"
     with replacing(path) as scratch:
         scratch.write_text(body, encoding="utf-8")
 
 
-def outcome_of(grid: Grid) -> str:
-    """Return what is compared, in words."""
+def _outcome(grid: Grid) -> str:
     of = grid.outcome
-    within = (
-        f", iterations {of.first} to {'the last' if of.last is None else of.last}"
-        if of.first or of.last
-        else ""
-    )
-    return f"{of.at} {of.metric}{within}"
+    return f"{of.at} {of.metric}, iterations {of.first} to {'the last' if of.last is None else of.last}"
 
 
-def _families(given: Sequence[Contrast]) -> Iterator[tuple[str, list[list[str]]]]:
+def _families(given: Sequence[Contrast]) -> Iterator[Table]:
+    head = ("contrast", "difference, 95 % interval", "seeds", "p, Holm")
     for family, of in groupby(given, key=lambda one: one.family):
-        margin = "" if family.margin is None else f", test of equivalence within {family.margin:g}"
-        yield f"{family.family}{margin}{' (post hoc)' if family.post_hoc else ''}", [_row(one) for one in of]
+        yield f"{family.family}{' (post hoc)' * family.post_hoc}", [head, *map(_row, of)]
 
 
-def _row(one: Contrast) -> list[str]:
+def _row(one: Contrast) -> Sequence[str]:
     if one.refused:
-        return [one.label, f"refused: {one.refused}", "", "", ""]
-    middle, half = one.effect
-    effect = "no seed is complete" if math.isnan(middle) else _interval(middle, half, "+.3f")
-    count = len(one.differences)
-    seeds = str(count) if count == one.declared else f"{count} of {one.declared}"
-    return [one.label, effect, seeds, _p(one.p), _p(one.holm)]
+        return one.label, f"refused: {one.refused}", "", ""
+    effect = _interval(*one.effect, "+.3f") if one.differences else "no seed is complete"
+    p = "not complete" if math.isnan(one.p) else f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
+    return one.label, effect, f"{len(one.differences)} of {one.declared}", p
 
 
 def _interval(middle: float, half: float, form: str) -> str:
-    return f"{middle:{form}}" + ("" if math.isnan(half) else f" ± {half:{form.strip('+')}}")
+    return f"{middle:{form}}" + ("" if math.isnan(half) else f" ± {half:.3f}")
 
 
-def _p(p: float) -> str:
-    return "not complete" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
-
-
-def _means(grid: Grid, found: Mapping[Cell, Result]) -> Iterator[list[str]]:
+def _means(grid: Grid, found: Found) -> Table:
+    rows: list[Sequence[str]] = [("arm", *grid.settings)]
     for arm in grid.arms:
         cells = [[Cell(arm, setting, seed) for seed in grid.seeds] for setting in grid.settings]
         values = [[found[cell].outcome for cell in of if cell in found] for of in cells]
-        yield [arm, *(f"{_interval(*mean_interval(of), '.3f')} ({len(of)})" if of else "" for of in values)]
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    every = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(cells)} |" for cells in every]
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = ["".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) for tag, cells in
-             [("th", head), *(("td", row) for row in rows)]]  # fmt: skip
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+        shown = [f"{_interval(*mean_interval(of), '.3f')} ({len(of)})" if of else "" for of in values]
+        rows.append((arm, *shown))
+    return "Mean of each arm in each setting, 95 % interval (seeds)", rows
 
 
 def _figure(given: Sequence[Contrast]) -> str:

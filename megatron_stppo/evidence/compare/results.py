@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pynvml
+from pydantic import TypeAdapter
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.evidence.compare.grid import Cell, Grid
@@ -37,19 +39,19 @@ class Result:
         return Cell(self.arm, self.setting, self.seed)
 
 
+Found = Mapping[Cell, Result]
+
+
 def read(folder: Path) -> dict[Cell, Result]:
     """Return the results in a folder. Raises ConfigError for a damaged file."""
-    path = folder / FILE
+    path, found, kind = folder / FILE, dict[Cell, Result](), TypeAdapter(Result)
     if not path.exists():
-        return {}
-    found: dict[Cell, Result] = {}
+        return found
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.DictReader(file), 2):
             try:
-                kinds = {field.name: field.type for field in fields(Result)}
-                of = {"int": int, "float": float, "str": str}
-                one = Result(**{name: of[str(kinds[name])](value) for name, value in row.items() if value})
-            except (KeyError, TypeError, ValueError) as error:
+                one = kind.validate_python({name: value for name, value in row.items() if value})
+            except (TypeError, ValueError) as error:
                 raise ConfigError(f"{path}: line {number} is damaged ({error}); remove the line") from None
             if one.cell in found:
                 raise ConfigError(f"{path}: line {number}: {one.cell.name} is there twice; remove one line")
@@ -69,23 +71,26 @@ def add(folder: Path, result: Result) -> None:
         os.fsync(file.fileno())
 
 
-def measured(grid: Grid, cell: Cell, run: Path, device: str, ended: str, seconds: float) -> Result:
+def measured(grid: Grid, cell: Cell, run: Path, device: str, ended: str) -> Result:
     """Return the result of a run that has ended for good. Raises ValueError if it has no outcome."""
     recorded = rows.read(run / "metrics.jsonl")
-    iterations, values = rows.column(recorded, grid.outcome.metric)
-    outcome = grid.outcome.of(dict(zip(iterations, values, strict=True)))
-    trained = int(recorded[-1]["iteration"])
-    where = (cell.arm, cell.setting, cell.seed)
-    return Result(*where, round(outcome, 6), device, trained, round(seconds, 1), ended, grid.digest(cell))
+    outcome = grid.outcome.of(dict(zip(*rows.column(recorded, grid.outcome.metric), strict=True)))
+    return Result(
+        **vars(cell),
+        outcome=round(outcome, 6),
+        device=device,
+        iterations=int(recorded[-1]["iteration"]),
+        seconds=round(sum(rows.column(recorded, "seconds")[1]), 1),
+        ended=ended,
+        digest=grid.digest(cell),
+    )
 
 
-def check(grid: Grid, found: Mapping[Cell, Result], device: str) -> None:
+def check(grid: Grid, found: Found, device: str) -> None:
     """Raise ConfigError if the results cannot be continued with this grid on this device."""
     waits = any(cell not in found for cell in grid.cells())
-    for cell in grid.cells():
-        known = found.get(cell)
-        if known is None:
-            continue
+    for cell in found.keys() & grid.cells():
+        known = found[cell]
         if known.digest and known.digest != grid.digest(cell):
             raise ConfigError(
                 f"{grid.folder}/{FILE}: {cell.name} was run with other overrides or another {grid.config}; "
@@ -106,8 +111,7 @@ def devices() -> tuple[str, int]:
         count = len(visible.split(",")) if visible else pynvml.nvmlDeviceGetCount()
         if count and visible != "":
             return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))), count
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    given = dict(line.replace("\t", "").split(":", 1) for line in reversed(lines) if ":" in line)
-    wide = "with" if " avx512f " in f"{given.get('flags', '')} " else "without"
-    name = given.get("model name", "CPU").strip()
-    return f"{name}, {wide} AVX-512", len(os.sched_getaffinity(0))
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    name = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    wide = "with" if " avx512f " in text else "without"
+    return f"{name[1].strip() if name else 'CPU'}, {wide} AVX-512", len(os.sched_getaffinity(0))

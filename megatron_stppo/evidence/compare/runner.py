@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -20,29 +19,26 @@ from megatron_stppo.base.errors import ConfigError, DoNotRestart, Requeue
 from megatron_stppo.config.file import load
 from megatron_stppo.evidence.compare import results
 from megatron_stppo.evidence.compare.grid import Cell, Grid
-from megatron_stppo.observe import rows
+from megatron_stppo.observe.console import say
 
 NOT_FINITE = "steps were not finite"  # in exit.json: this end is a result
 PATIENCE = 300.0  # seconds for an iteration and a checkpoint after the signal to stop
-TICK, SHOWN_EVERY = 0.2, 60.0  # seconds
 
 
 @dataclass
 class _Started:
     cell: Cell
     process: subprocess.Popen[bytes]
-    since: float
     place: int  # which share of the cores or GPUs it has
 
 
 class Runner:
     """Starts cells, waits for them, and writes their results. There is one per folder."""
 
-    def __init__(self, grid: Grid, jobs: int | None, say: Callable[[str], None]) -> None:
+    def __init__(self, grid: Grid, jobs: int | None) -> None:
         """jobs: cells at a time; default: as many as cores or GPUs allow. Raises ConfigError if the grid and
         its results do not fit, or if another process runs the cells of the folder."""
-        assert grid.folder is not None
-        self._grid, self._folder, self._say = grid, grid.folder, say
+        self._grid, self._folder = grid, grid.folder
         self._device, count = results.devices()
         self._gpus = "AVX-512" not in self._device
         self._jobs = jobs or max(1, count // grid.processes)
@@ -55,35 +51,32 @@ class Runner:
         self._found = results.read(self._folder)
         results.check(grid, self._found, self._device)
         self._running: list[_Started] = []
-        self._failed: list[str] = []
 
     def work(self) -> bool:
         """Run all cells that have no result; return whether every cell has one.
 
         At SIGINT, SIGTERM or SIGUSR1 the runs write a checkpoint and end; the next call resumes them.
         """
-        waiting = [cell for cell in self._grid.cells() if cell not in self._found]
-        every, signals, shown = len(self._grid.cells()), list[int](), time.monotonic()
-        self._say(f"{every - len(waiting)} of {every} cells are done; {self._jobs} at a time, {self._device}")
-        with ExitStack() as undo:
-            # Recorded, not raised: an exception between the start of a process and its entry in the list
-            # would lose the process.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                undo.callback(signal.signal, number, signal.signal(number, lambda n, _: signals.append(n)))
-            while (waiting or self._running) and not signals:
-                self._reap()
-                while waiting and len(self._running) < self._jobs:
-                    self._start(waiting.pop(0))
-                if time.monotonic() - shown > SHOWN_EVERY:
-                    shown = time.monotonic()
-                    self._say(f"running: {', '.join(self._progress(one) for one in self._running)}")
-                time.sleep(TICK)
-            if signals:
-                self._say("the runs write their checkpoints and end; give the same command to continue")
-            self._leave()
-        for line in self._failed:
-            self._say(line)
+        waiting, signals = [cell for cell in self._grid.cells() if cell not in self._found], list[int]()
+        say(f"{self._done}; {self._jobs} at a time, {self._device}")
+        # Recorded, not raised: an exception between the start of a process and its entry in the list would
+        # lose the process.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda n, _: signals.append(n))
+        while (waiting or self._running) and not signals:
+            self._reap()
+            while waiting and len(self._running) < self._jobs:
+                self._start(waiting.pop(0))
+            time.sleep(0.2)
+        if signals:
+            say("the runs write their checkpoints and end; give the same command to continue")
+        self._leave()
         return all(cell in self._found for cell in self._grid.cells())
+
+    @property
+    def _done(self) -> str:
+        cells = self._grid.cells()
+        return f"{sum(cell in self._found for cell in cells)} of {len(cells)} cells are done"
 
     def _start(self, cell: Cell) -> None:
         grid, run = self._grid, self._folder / cell.name
@@ -94,13 +87,8 @@ class Runner:
         else:
             shutil.rmtree(run, ignore_errors=True)
         if grid.processes > 1:
-            words = [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc-per-node={grid.processes}",
-                *words,
-            ]
+            launcher = f"-m torch.distributed.run --standalone --nproc-per-node={grid.processes}"
+            words = [*launcher.split(), *words]
         place = min(set(range(self._jobs)) - {one.place for one in self._running})
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         if self._gpus:
@@ -119,50 +107,32 @@ class Runner:
                 pass_fds=(self._lock.fileno(),),  # locked while a run is alive
                 start_new_session=True,  # signals of the keyboard do not reach it
             )
-        self._running.append(_Started(cell, process, time.monotonic(), place))
-        self._say(f"{'resumes' if resumes else 'starts'} {cell.name}")
+        self._running.append(_Started(cell, process, place))
+        say(f"{'resumes' if resumes else 'starts'} {cell.name}; log: {log}")
 
     def _reap(self, leaving: bool = False) -> None:
-        for one in list(self._running):
-            code = one.process.poll()
-            if code is None:
-                continue
+        for one in [one for one in self._running if one.process.poll() is not None]:
             self._running.remove(one)
-            run = self._folder / one.cell.name
+            code, run = one.process.returncode, self._folder / one.cell.name
             ended, note = "done", _note(run)
             if code and note.get("code") == DoNotRestart.exit_code and NOT_FINITE in str(note.get("reason")):
                 ended = NOT_FINITE
             elif code and (leaving or note.get("code") == Requeue.exit_code):
                 continue
-            elif code:
-                self._fail(one.cell, f"exit code {note.get('code', code)}")
-                continue
-            seconds = _seconds(run)
             try:
-                result = results.measured(self._grid, one.cell, run, self._device, ended, seconds)
+                if code and ended == "done":
+                    raise ValueError(f"exit code {note.get('code', code)}")
+                result = results.measured(self._grid, one.cell, run, self._device, ended)
             except (OSError, ValueError) as error:
-                self._fail(one.cell, str(error))
+                say(f"failed: {one.cell.name}: {error}; see {self._log(one.cell)}. The next call tries again")
                 continue
             results.add(self._folder, result)
             self._found[one.cell] = result
-            count = f"{len(self._found.keys() & set(self._grid.cells()))} of {len(self._grid.cells())}"
             outcome = f"{self._grid.outcome.metric} {result.outcome:.4g}"
-            self._say(f"{ended} {one.cell.name}: {outcome}, {time.monotonic() - one.since:.0f} s; {count}")
-
-    def _fail(self, cell: Cell, why: str) -> None:
-        self._failed.append(
-            f"failed: {cell.name}: {why}; see {self._log(cell)}. The next call tries it again"
-        )
-        self._say(self._failed[-1])
+            say(f"{ended} {one.cell.name}: {outcome}, {result.seconds:.0f} s; {self._done}")
 
     def _log(self, cell: Cell) -> Path:
         return self._folder / "logs" / f"{cell.name}.log"
-
-    def _progress(self, one: _Started) -> str:
-        recorded: Sequence[dict[str, object]] = ()
-        with suppress(OSError, ValueError):
-            recorded = rows.read(self._folder / one.cell.name / "metrics.jsonl")
-        return f"{one.cell.name} (iteration {recorded[-1]['iteration'] if recorded else 0})"
 
     def _leave(self) -> None:
         for one in self._running:
@@ -172,7 +142,7 @@ class Runner:
             for one in self._running if time.monotonic() > until else ():
                 one.process.kill()
             self._reap(leaving=True)
-            time.sleep(TICK)
+            time.sleep(0.2)
 
 
 def _locked(folder: Path) -> IO[str]:
@@ -189,13 +159,5 @@ def _locked(folder: Path) -> IO[str]:
 
 def _note(run: Path) -> dict[str, object]:
     with suppress(OSError, ValueError):
-        given = json.loads((run / "exit.json").read_text(encoding="utf-8"))
-        return given if isinstance(given, dict) else {}
+        return dict(json.loads((run / "exit.json").read_text(encoding="utf-8")))
     return {}
-
-
-def _seconds(run: Path) -> float:
-    """Return the seconds of all iterations, in all attempts."""
-    with suppress(OSError, ValueError):
-        return sum(rows.column(rows.read(run / "metrics.jsonl"), "seconds")[1])
-    return 0.0

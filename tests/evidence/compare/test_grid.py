@@ -48,9 +48,7 @@ def test_a_cell_has_the_overrides_of_grid_setting_and_arm_and_its_seed(tmp_path:
         ("run.iterations: 4", "run.name: x", "run.name: compare sets it for each run"),
         ("[st_ppo, plain]", "[st_pp, plain]", "st_pp: no such arm; did you mean st_ppo?"),
         ("[st_ppo, plain]", "[st_ppo@basis, plain]", "basis: no such setting; did you mean base?"),
-        ("[[st_ppo, plain]]", "[[st_ppo, plain]], seeds: [7]", "seeds=[7]: not in `seeds`"),
         ("st_ppo: {alg", "st/ppo: {alg", "arms.st/ppo"),
-        ("family: f,", "family: f, at: last, margin: -1,", "contrasts.0.margin"),
     ],
 )
 def test_a_wrong_grid_gets_one_line_with_field_and_remedy(
@@ -61,10 +59,9 @@ def test_a_wrong_grid_gets_one_line_with_field_and_remedy(
     assert part.format(tmp_path) in str(raised.value)
 
 
-def test_outcomes_are_the_last_the_best_or_the_mean_of_declared_iterations() -> None:
+def test_outcomes_are_the_last_or_the_mean_of_declared_iterations() -> None:
     recorded = {0: 0.5, 2: 0.1, 4: 0.9, 6: 0.4}
     assert Outcome(at="last").of(recorded) == 0.4
-    assert Outcome(at="best").of(recorded) == 0.9
     assert Outcome(at="mean", first=2, last=6).of(recorded) == pytest.approx((0.1 + 0.9 + 0.4) / 3)
     with pytest.raises(ValueError, match="no value from iteration 8 on"):
         Outcome(at="last", first=8).of(recorded)
