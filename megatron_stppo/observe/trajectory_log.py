@@ -95,7 +95,9 @@ class TrajectoryLog:
             "overlong_prompt": trajectory.overlong_prompt,
             "metrics": trajectory.metrics,
             "targets": task.targets,
-            "prompt": prompt_text(self._tokenizer, trajectory.prompt_ids),
+            "prompt": self._tokenizer.decode(
+                list(trajectory.prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
             "turns": [
                 {
                     "action": decode_plain(self._tokenizer, turn.token_ids),
@@ -119,26 +121,14 @@ def _hashing(parts: Iterable[bytes], digest: hashlib._Hash) -> Iterator[bytes]:
         yield part
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return the text of a prompt's tokens, as a line has it."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
 def read(run: Path, iteration: int, vocabulary: int = sys.maxsize) -> list[Trajectory]:
     """Return an iteration's trajectories, without the task's messages and extra fields.
 
     When packed, they are bit for bit the batch that was trained on. vocabulary: the model's number of tokens.
     Raises ConfigError with file, line, turn and field for a trajectory that cannot have been played.
     """
-    return [trajectory for _, trajectory in read_lines(run, iteration, vocabulary)]
-
-
-def read_lines(
-    run: Path, iteration: int, vocabulary: int = sys.maxsize
-) -> list[tuple[dict[str, Any], Trajectory]]:
-    """Return every line of an iteration, as its fields and as the trajectory. As `read`."""
     path = played_path(run, iteration)
-    found: list[tuple[dict[str, Any], Trajectory]] = []
+    found: list[Trajectory] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
@@ -146,7 +136,7 @@ def read_lines(
             played = msgspec.convert(row | {"task": row | {"prompt": ()}}, Trajectory)
             if reason := _fault(row, played, iteration, vocabulary):
                 raise ValueError(reason)
-            found.append((row, played))
+            found.append(played)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); choose another run") from None
     except (ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """The command `audit`: check that every recorded log-prob is that of the policy version recorded with it.
 
 The trainer's model scores the recorded trajectories under saved versions. A stale key-value cache, a wrong
-version and a lost weight update all show as a difference from the engine's log-probs. audit_records.py
-compares the files with each other first, and audit_limits.py has the limits.
+version and a lost weight update all show as a difference from the engine's log-probs. records.py compares the
+files with their digests first, and limits.py has the limits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.base.errors import CheckpointError
-from megatron_stppo.base.types import Batch, Trajectory
+from megatron_stppo.base.types import Batch
 from megatron_stppo.checkpoint import loading, step_folder
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.evidence.audit import limits, records, report
-from megatron_stppo.evidence.audit.report import Token, TokenPlace, VersionFinding
+from megatron_stppo.evidence.audit.report import Token, VersionFinding
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.model.pipeline import forward_only, logprobs
 from megatron_stppo.observe.console import say, timed
@@ -70,14 +70,15 @@ class Piece:
         lines = torch.tensor(self.lines).repeat_interleave(self.batch.action_offsets.diff())
         return lines[self.own_T] + self.iteration * 2**32
 
-    def place(self, token: int) -> TokenPlace:
-        """Return where the own token with this index is."""
+    def place(self, token: int) -> str:
+        """Return where the own token with this index is. All numbers are from 1."""
         t = int(torch.nonzero(self.own_T)[token])
         turn = int(torch.searchsorted(self.batch.turn_offsets, t, right=True)) - 1
         sequence = int(self.batch.turn_to_sequence_S[turn])
         first = int(torch.searchsorted(self.batch.turn_to_sequence_S, sequence))
         in_turn = t - int(self.batch.turn_offsets[turn])
-        return TokenPlace(self.iteration, self.lines[sequence], turn - first + 1, in_turn + 1)
+        line, turn = self.lines[sequence], turn - first + 1
+        return f"iteration {self.iteration}, line {line}, turn {turn}, token {in_turn + 1}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Scored:
 def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
     """Score the trajectories of the folder `run` under its saved versions, and print what is found.
 
-    tolerance: the largest difference of a token in nats, instead of the limits of audit_limits.py.
+    tolerance: the largest difference of a token in nats, instead of the limits of limits.py.
     Return report.PASSED, DIFFERS or DAMAGED. Collective. Raises ConfigError if no token can be audited, and
     nothing is damaged.
     """
@@ -171,14 +172,11 @@ def _pieces(learner: Learner, played: Iterable[records.PlayedIteration], version
             for line, t in enumerate(one.trajectories, 1)
             if any(version == v for turn in t.turns for v, _ in turn.versions)
         ]
-        for first in range(0, len(naming), TOGETHER):
-            part = naming[first : first + TOGETHER]
-            yield _piece(replace(learner, config=one.config), one.iteration, part, version)
-
-
-def _piece(learner: Learner, iteration: int, part: Sequence[tuple[int, Trajectory]], version: int) -> Piece:
-    batch = to_batch([trajectory for _, trajectory in part])
-    return Piece(iteration, [line for line, _ in part], batch, batch.version_T == version, learner)
+        for begin in range(0, len(naming), TOGETHER):
+            part = naming[begin : begin + TOGETHER]
+            batch = to_batch([trajectory for _, trajectory in part])
+            own_T, with_settings = batch.version_T == version, replace(learner, config=one.config)
+            yield Piece(one.iteration, [line for line, _ in part], batch, own_T, with_settings)
 
 
 def _score(learner: Learner, pieces: Sequence[Piece], version: int, tolerance: float | None) -> Scored:

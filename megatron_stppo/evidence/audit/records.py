@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
-from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.observe import rows, trajectory_log
-from megatron_stppo.observe.describe import describe_rollouts
 from megatron_stppo.observe.trajectory_files import DIGEST, digest_of, played_path, recorded
 from megatron_stppo.validation.attempts import ATTEMPT, attempt_path
 
 METRICS, TOKENS = "metrics.jsonl", "rollout/action_tokens"
-# Columns of a row that are computed again from the iteration's file.
-COMPARED = (
-    "reward/mean",
-    "rollout/turns",
-    "rollout/tool_calls",
-    TOKENS,
-    "rollout/tokens",
-    *(f"outcome/{name}" for name in ("ok", "wrong", "truncated", "error", "timeout")),
-)
 
 
 @dataclass(frozen=True)
@@ -62,31 +48,28 @@ class Records:
 
 
 def read(config: Config, run: Path, vocabulary: int) -> Records:
-    """Return the iterations of the folder `run` that metrics.jsonl has, and compare their files with it.
+    """Return the iterations of the folder `run` that metrics.jsonl has, and compare their digests.
 
-    If metrics.jsonl cannot be read, all files are.
+    If metrics.jsonl cannot be read, all files are read.
     """
     found = Records()
     given = _rows(run, found)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False)
     numbers = {row.get(ATTEMPT) for row in given.values()}
     attempts = {number: _settings(config, run, number, found) for number in numbers}
     for iteration, row in sorted(given.items()):
         settings, path = attempts[row.get(ATTEMPT)], played_path(run, iteration)
         try:
-            lines = trajectory_log.read_lines(run, iteration, vocabulary)
+            played = trajectory_log.read(run, iteration, vocabulary)
         except ConfigError as error:
             found.damage.append(str(error).removesuffix("; choose another run"))
             found.tokens += row.get(TOKENS, 0)
             continue
-        played = [trajectory for _, trajectory in lines]
         there = sum(len(turn.token_ids) for t in played for turn in t.turns)
         found.tokens += max(there, row.get(TOKENS, 0))
         if row and DIGEST not in row:
-            found.notes["no digest in metrics.jsonl, so only sums are compared"].append(iteration)
+            found.notes["no digest in metrics.jsonl, so that a changed file is not noticed"].append(iteration)
         if row.get(DIGEST, "") not in ("", digest_of(run, iteration)):
             found.damage.append(f"{path}: is not the file that was written ({DIGEST} differs)")
-        found.damage.extend(f"{path}{fault}" for fault in _faults(row, lines, tokenizer))
         if settings.rollout.top_p < 1:
             found.notes["played with rollout.top_p below 1, so not audited"].append(iteration)
         elif _may_mix(given, iteration, attempts, played):
@@ -160,48 +143,3 @@ def _may_mix(
         return False
     first = min(number for number, row in given.items() if row.get(ATTEMPT) == attempt)
     return any(turn.policy_version < first for t in played for turn in t.turns)
-
-
-def _faults(
-    row: Mapping[str, Any],
-    lines: list[tuple[dict[str, Any], Trajectory]],
-    tokenizer: PreTrainedTokenizerBase,
-) -> Iterator[str]:
-    """Yield how lines differ from their row of metrics.jsonl, and texts from their tokens."""
-    for number, (line, played) in enumerate(lines, 1):
-        for where, written, text in _texts(line, played, tokenizer):
-            if written is not None and written != text:
-                yield f" line {number}: {where} is not the text of its tokens"
-        if not _equal(line.get("reward", played.reward), played.reward):
-            yield f" line {number}: reward={line['reward']}, and the turns have {played.reward}"
-    now = _sums([played for _, played in lines])
-    for name in COMPARED:
-        if name in row and not _equal(row[name], now[name]):
-            yield f": has {name}={now[name]:g}, and metrics.jsonl has {row[name]}"
-
-
-def _texts(
-    line: Mapping[str, Any], played: Trajectory, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[tuple[str, Any, str]]:
-    """Yield (place, text or None, text of the tokens) of the prompt, the actions and the observations."""
-    yield "prompt", line.get("prompt"), trajectory_log.prompt_text(tokenizer, played.prompt_ids)
-    for number, (written, turn) in enumerate(zip(line["turns"], played.turns, strict=True), 1):
-        yield f"turn {number}: action", written.get("action"), decode_plain(tokenizer, turn.token_ids)
-        observation = decode_plain(tokenizer, turn.observation_ids)
-        yield f"turn {number}: observation", written.get("observation"), observation
-
-
-def _sums(played: list[Trajectory]) -> dict[str, float]:
-    summaries = [trajectory.summary for trajectory in played]
-    return describe_rollouts(summaries, version=0) | {
-        TOKENS: sum(turn.tokens for summary in summaries for turn in summary.turns),
-        "rollout/tokens": sum(summary.length for summary in summaries),
-    }
-
-
-def _equal(written: Any, now: float) -> bool:
-    """metrics.jsonl has null for numbers that are not finite; sums depend on the order in the last bits."""
-    finite = isinstance(written, int | float) and math.isfinite(written)
-    if not finite or not math.isfinite(now):
-        return not finite and not math.isfinite(now)
-    return math.isclose(written, now, rel_tol=1e-9, abs_tol=1e-12)

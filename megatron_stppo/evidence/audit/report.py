@@ -22,29 +22,16 @@ NOT_CHECKED = (
 
 
 @dataclass(frozen=True)
-class TokenPlace:
-    """Where a token is. All numbers are from 1. Example: TokenPlace(4, 17, 2, 5)."""
-
-    iteration: int
-    line: int  # of the iteration's file
-    turn: int
-    token: int  # of the turn
-
-    def __str__(self) -> str:
-        return f"iteration {self.iteration}, line {self.line}, turn {self.turn}, token {self.token}"
-
-
-@dataclass(frozen=True)
 class Token:
     """A token whose log-prob is far from the trainer's.
 
-    Example: Token(1.3, -2.0, -2.4, TokenPlace(4, 17, 2, 5)).
+    Example: Token(1.3, -2.0, -2.4, "iteration 4, line 17, turn 2, token 5").
     """
 
     excess: float  # difference / limit
     engine: float  # nats, as the following
     trainer: float
-    place: TokenPlace
+    place: str
 
 
 @dataclass(frozen=True)
@@ -128,7 +115,7 @@ def _worst(findings: Sequence[VersionFinding]) -> Table:
     every = [(token, found.version) for found in findings for token in found.worst]
     for token, version in heapq.nlargest(WORST, every, key=lambda one: one[0].excess):
         numbers = (f"{token.engine:.4g}", f"{token.trainer:.4g}", f"{token.excess:.2g}")
-        table.add_row(str(token.place), str(version), *numbers)
+        table.add_row(token.place, str(version), *numbers)
     return table
 
 

@@ -59,7 +59,7 @@ def change_rows(run: Path, edit: Callable[[list[Line]], object]) -> None:
 
 
 def without_digests(run: Path) -> None:
-    """Remove the digests from the rows, so that only the log-probs and sums are compared."""
+    """Remove the digests from the rows, so that only the log-probs are compared."""
     change_rows(run, lambda rows: [row.pop("trajectories/sha256") for row in rows])
 
 
@@ -83,7 +83,6 @@ def test_a_log_prob_that_is_off_by_3_nats_and_changed_tokens_are_found_and_place
         for line in lines[:10]:
             turn = line["turns"][0]
             turn["token_ids"][-1] = (turn["token_ids"][-1] + 7) % 256
-            del turn["action"]  # which would be found first
 
     change(changed, 1, lower)
     change(changed, 2, other_tokens)
@@ -145,51 +144,28 @@ def swap(lines: list[Line]) -> None:
     lines[3], lines[4] = lines[4], lines[3]
 
 
-def forge(lines: list[Line]) -> None:
-    lines[3]["turns"][0]["action"] = "forged"
-
-
-def forge_prompt(lines: list[Line]) -> None:
-    lines[3]["prompt"] += " "
-
-
 def reward(lines: list[Line]) -> None:
     lines[3]["reward"] = lines[3]["turns"][0]["reward"] = 99.0
-
-
-def reward_of_turn(lines: list[Line]) -> None:
-    lines[3]["turns"][0]["reward"] = 99.0
 
 
 def newer(lines: list[Line]) -> None:
     lines[3]["turns"][0]["versions"] = [[2, len(lines[3]["turns"][0]["token_ids"])]]
 
 
-@pytest.mark.parametrize(
-    ("edit", "found"),
-    [
-        (drop, "has rollout/action_tokens="),
-        (double, "has rollout/action_tokens="),
-        (swap, ""),
-        (forge, " line 4: turn 1: action is not the text of its tokens"),
-        (forge_prompt, " line 4: prompt is not the text of its tokens"),
-        (reward, "has reward/mean="),
-        (reward_of_turn, " line 4: reward="),
-        (newer, "line 4: is not a trajectory (turn 1: version 2 did not exist before iteration 3)"),
-    ],
-)
-def test_a_changed_file_is_found_by_its_digest_and_without_one_by_its_contents(
-    run: Path, edit: Callable[[list[Line]], None], found: str
-) -> None:
+@pytest.mark.parametrize("edit", [drop, double, swap, reward])
+def test_a_changed_file_is_found_by_its_digest(run: Path, edit: Callable[[list[Line]], None]) -> None:
     changed = copied(run, edit.__name__)
     change(changed, 2, edit)
-    config = load(changed / "config.yaml")
-    damage = audit_records.read(config, changed, VOCABULARY).damage
-    digest = any("is not the file that was written" in line for line in damage)
-    assert digest or edit is newer, damage
+    (damage,) = audit_records.read(load(changed / "config.yaml"), changed, VOCABULARY).damage
+    assert "is not the file that was written" in damage
+
+
+def test_a_token_of_a_version_that_did_not_exist_is_damage_also_without_a_digest(run: Path) -> None:
+    changed = copied(run, "newer")
+    change(changed, 2, newer)
     without_digests(changed)
-    damage = audit_records.read(config, changed, VOCABULARY).damage
-    assert any(found in line for line in damage) if found else not damage, damage
+    (damage,) = audit_records.read(load(changed / "config.yaml"), changed, VOCABULARY).damage
+    assert "line 4: is not a trajectory (turn 1: version 2 did not exist before iteration 3)" in damage
 
 
 def test_a_file_that_is_missing_or_of_another_iteration_is_damage_and_one_without_a_row_is_left_out(
