@@ -37,7 +37,7 @@ def copy_rows(bench: Bench, cases: Sequence[Copies], cold: bool) -> Iterator[lis
 
         def anew(_: None, sources: list[Tensor] = sources, targets: list[Tensor] = targets) -> list[Tensor]:
             with implementation("extension"):
-                ops.bucket_copy(sources, targets)
+                ops.BucketCopy(sources, targets)()
             return targets
 
         def loop(_: None, sources: list[Tensor] = sources, targets: list[Tensor] = targets) -> list[Tensor]:

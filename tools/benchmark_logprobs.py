@@ -22,10 +22,10 @@ from megatron_stppo import ops
 
 REFERENCE_ROWS = 64  # rows of logits; a float64 reference of all rows would take longer than the benchmark
 IGNORED = -100
-CHUNK = 4096  # rows of logits, the default of ops.linear_logprob
+CHUNK = 4096  # rows of logits, the default of ops.chunk_bounds
 FLOAT32_LOGITS = "linear_loss, logits in float32"
 # these sum the gradient of the weight in float32, whatever its type
-FLOAT32_SUMS = ("linear_logprob", "linear_loss", FLOAT32_LOGITS)
+FLOAT32_SUMS = ("linear_loss", FLOAT32_LOGITS)
 
 
 class Produced(torch.autograd.Function):
@@ -142,7 +142,7 @@ def exact_logprob(logits: Tensor, target: Tensor, cotangent: Tensor) -> tuple[Te
 def linear_rows(
     bench: Bench, cases: Sequence[tuple[int, int, int, torch.dtype]], valid: Sequence[float], cold: bool
 ) -> Iterator[list[Row]]:
-    """Yield the rows of linear_logprob and of one GEMM X W' of the same size.
+    """Yield the rows of linear_loss and of one GEMM X W' of the same size.
 
     Measured are forward and backward from hidden states. `cases` are (T, H, V, dtype).
     """
@@ -152,7 +152,7 @@ def linear_rows(
             (torch.randn(columns, width, device=bench.device) * 2 / width**0.5).to(dtype).requires_grad_()
         )
         kind = str(dtype).removeprefix("torch.") + alone(bench, columns)
-        section = f"linear_logprob [{rows:,}, {width:,}] x {columns:,} {kind}"
+        section = f"linear_loss [{rows:,}, {width:,}] x {columns:,} {kind}"
         chunk = min(rows, CHUNK) * columns * hidden.element_size()
         for part in valid:
             dead = torch.rand(rows, device=bench.device) >= part
@@ -161,10 +161,6 @@ def linear_rows(
             cotangent = torch.randn(rows, device=bench.device).masked_fill(dead, 0)
             reference = exact_linear(hidden, weight, target, cotangent)
             given = (hidden, weight)
-
-            def op(_: None, target: Tensor = ignoring, g: Tensor = cotangent, given: Any = given) -> Any:
-                with implementation("extension"):
-                    return torch.autograd.grad(ops.linear_logprob(*given, target)[0], given, g)
 
             def loss(
                 _: None,
@@ -195,18 +191,7 @@ def linear_rows(
 
             variants = [
                 Variant("one GEMM", lambda _, given=given: (given[0].detach() @ given[1].detach().t(),)),
-                Variant(
-                    "linear_logprob",
-                    op,
-                    reference=reference,
-                    ours=True,
-                ),
-                Variant(
-                    "linear_loss",
-                    loss,
-                    reference=reference,
-                    ours=True,
-                ),
+                Variant("linear_loss", loss, reference=reference, ours=True),
                 Variant("logits, log_softmax + gather", unfused, reference=reference),
             ]
             if dtype == torch.bfloat16:  # what training calls with model.head_dtype=auto on a GPU

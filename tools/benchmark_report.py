@@ -22,14 +22,14 @@ FUSED_TOKEN, COPY = "fused token-level PPO", "of copy bandwidth"
 BASELINES = {
     "clipped_surrogate": (EAGER, False),
     "vocab_logprob": ("log_softmax + gather", False),
-    "linear_logprob": ("one GEMM", True),
+    "linear_loss": ("one GEMM", True),
     "bucket_copy": ("copy_ loop", False),
     "bucket_checksum": ("fallback", False),
 }
 BY_TOKENS = "clipped_surrogate by tokens"
 # {variant: largest time / one GEMM's time, for hidden sizes below 4,096 and from there on}. The products
-# alone are 3 and 4. Passes over the logits add 0.41 GEMM at 2,048 and 0.20 at 4,096 (docs/notes/).
-GEMM_TIMES = {"linear_loss": (3.7, 3.4), "linear_logprob": (4.7, 4.4)}
+# alone are 3. Passes over the logits add 0.41 GEMM at 2,048 and 0.20 at 4,096 (docs/notes/).
+GEMM_TIMES = {"linear_loss": (3.7, 3.4)}
 BOTH = "forward + backward"
 
 
@@ -166,10 +166,7 @@ def limits(about: dict[str, Any], rows: Sequence[Row]) -> list[dict[str, Any]]:
             elif device == "cuda" and row.size != BOTH:
                 limit(row, COPY, 0.9 if row.size == "forward" else 0.85)
         elif (
-            kind == "linear_logprob"
-            and device == "cuda"
-            and "chunks" in row.extra
-            and row.variant in GEMM_TIMES
+            kind == "linear_loss" and device == "cuda" and "chunks" in row.extra and row.variant in GEMM_TIMES
         ):
             narrow, wide = GEMM_TIMES[row.variant]
             times_bound = wide if row.extra["hidden_size"] >= 4096 else narrow

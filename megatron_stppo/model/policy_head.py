@@ -92,7 +92,7 @@ class PolicyHead:
         """Return the log-probs of the microbatch's action tokens, float32 [T], from hidden [T, H]."""
         bounds, _, _ = self._chunks(hidden, microbatch)  # the same chunks as in loss(), for bit-equal results
         logprob_T, _, _ = ops.linear_logprob(
-            hidden, self._weight(), microbatch.target_T, bounds=bounds, **self._columns()
+            hidden, self._weight(), microbatch.target_T, bounds, **self._columns()
         )
         return logprob_T
 

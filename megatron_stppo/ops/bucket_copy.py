@@ -16,33 +16,25 @@ from megatron_stppo.ops.transfer import to_device
 TYPES = tuple(extension.DTYPES)
 
 
-def bucket_copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Do targets[i].copy_(sources[i]) for all i, with one kernel per pair of types; see `BucketCopy`."""
-    BucketCopy(sources, targets)()
-
-
 class BucketCopy:
-    """A fixed list of copies, to be done many times.
+    """A fixed list of copies targets[i].copy_(sources[i]), to be done many times.
 
-    The constructor checks the tensors and describes them to the kernels; a call launches one kernel per pair
-    of types.
+    The constructor describes the tensors to the kernels; a call launches one kernel per pair of types.
     sources, targets: the same number of tensors, all on one device, each float32 or bfloat16, with one or two
     dimensions and a contiguous innermost dimension, as rows or columns [a, b) of a weight have. sources[i]
     and targets[i] have the same shape. No target may share memory with another source or target.
     The tensors' addresses are read in the constructor, so their storage must not move afterwards.
-    Autograd records nothing. Raises ValueError that names the argument that does not fit.
+    Autograd records nothing.
     """
 
     def __init__(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        if len(sources) != len(targets):
-            raise ValueError(f"{len(sources)} sources and {len(targets)} targets; give one target per source")
         given = [(s.detach(), t.detach()) for s, t in zip(sources, targets, strict=True)]
         slices: dict[tuple[int, int], list[list[int]]] = {}
         pairs: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-        for index, (source, target) in enumerate(given):
+        for source, target in given:
             device = given[0][0].device
-            _check(f"sources[{index}]", source, device, target.shape)
-            _check(f"targets[{index}]", target, device, source.shape)
+            assert source.shape == target.shape and expressible(source) and expressible(target)
+            assert source.device == target.device == device
             if source.numel():
                 kind = extension.DTYPES[source.dtype], extension.DTYPES[target.dtype]
                 slices.setdefault(kind, []).append(_slice(source, target))
@@ -91,27 +83,6 @@ def expressible(tensor: Tensor) -> bool:
     """Return whether `BucketCopy` accepts the tensor's type, dimensions and strides."""
     rows = tensor.dim() in (1, 2) and (tensor.stride(-1) == 1 or tensor.shape[-1] == 1)
     return rows and tensor.dtype in TYPES
-
-
-def _check(name: str, tensor: Tensor, device: torch.device, shape: torch.Size) -> None:
-    """Raise ValueError if the tensor does not fit.
-
-    Checks in the order of ops/arguments.py: device, dtype, shape, contiguity (of the innermost dimension).
-    """
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; move it to {device}, where the first argument is")
-    if tensor.dtype not in TYPES:
-        raise ValueError(
-            f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; give float32 or bfloat16"
-        )
-    if tensor.shape != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; give {list(shape)}, as its partner has")
-    if tensor.dim() not in (1, 2):
-        raise ValueError(f"{name} has shape {list(tensor.shape)}; give one or two dimensions")
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(
-            f"{name} has strides {list(tensor.stride())}; the last must be 1, call .contiguous()"
-        )
 
 
 def _slice(source: Tensor, target: Tensor) -> list[int]:

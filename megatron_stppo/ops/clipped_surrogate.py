@@ -98,9 +98,7 @@ def clipped_surrogate(
         check("segment_offsets", segment_offsets, logprob.device, INTEGERS, (None,))
     if weight is None:
         weight = 1 / max(1, len(logprob))
-    _check_bounds(clip_low, clip_high, dual_clip)
-    if pooling not in ("mean", "sum"):
-        raise ValueError(f"pooling={pooling!r} is not known; choose mean or sum")
+    assert 0 <= clip_low <= 1 and clip_high >= 0 and (dual_clip is None or dual_clip > 1)
     with torch.no_grad():
         if not isinstance(weight, Tensor) and weight == 0:
             weight = torch.zeros_like(logprob)  # a tensor makes the kernels mask NaN
@@ -291,12 +289,3 @@ def _fallback(
 
 def _weights(logprob: Tensor, weight: Tensor | None, uniform_weight: float) -> Tensor:
     return torch.full_like(logprob, uniform_weight) if weight is None else weight
-
-
-def _check_bounds(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    if not 0 <= clip_low <= 1:
-        raise ValueError(f"clip_low={clip_low} bounds the ratio at 1-clip_low; choose a number in [0, 1]")
-    if not clip_high >= 0:
-        raise ValueError(f"clip_high={clip_high} bounds the ratio at 1+clip_high; choose a number >= 0")
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip={dual_clip} bounds the ratio where A < 0; choose a number > 1 or None")

@@ -1,7 +1,6 @@
 """Log-probs from hidden states, with at most one chunk of logits in memory.
 
-`linear_logprob` is a differentiable op. Its backward computes the logits of each chunk again, so forward and
-backward take 4 matrix products. `linear_loss` is for a loss that is a sum over chunks, such as the loss of
+`linear_logprob` has no gradient. `linear_loss` is for a loss that is a sum over chunks, such as the loss of
 ST-PPO over chunks of whole turns. It computes the gradient of a chunk's logits right after the logits, so it
 takes 3 matrix products. Factors that are known only later (1 / ||C||, 1 / count) scale the whole gradient.
 
@@ -45,82 +44,39 @@ class Chunk:
 ChunkLoss = Callable[[Chunk], tuple[Tensor, Tensor]]  # returns (loss, record)
 
 
+@torch.no_grad()
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
+    bounds: Sequence[int],
     *,
     vocab_start: int = 0,
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
     ignore_index: int = -100,
-    chunk: int = CHUNK,
-    bounds: Sequence[int] | None = None,
     float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return vocab_logprob of the logits hidden @ weight.T: (logprob, entropy, sum_p_sq), [T] each.
+    """Return vocab_logprob of the logits hidden @ weight.T, without a gradient: (logprob, entropy, sum_p_sq),
+    [T] each.
 
     hidden: [T, H]. weight: [V_local, H]. Both are float32 or both are bfloat16.
-    chunk: number of rows per chunk. bounds: where to cut the rows instead, as in linear_loss.
+    bounds: chunk i holds the rows [bounds[i], bounds[i+1]).
     float32_logits: with bfloat16 arguments, compute the logits in float32 and do not round them. A chunk of
     logits then takes twice the memory. Its gradient is rounded to bfloat16 for the two products.
-    The other arguments are those of vocab_logprob.
-    The gradient of `hidden` is this rank's part: sum it over `group`. The backward leaves out rows whose
-    cotangents are 0, if there are many, except on a GPU (live_rows). Rows that are not left out must be
-    finite, also if their cotangents are 0: a NaN reaches the gradient of the weight. Extra memory: a chunk of
-    logits, and in the backward a float32 gradient of the weight.
+    The other arguments are those of vocab_logprob. Extra memory: a chunk of logits.
     Raises ValueError that names the argument that does not fit.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
-    chunks = _even_chunks(len(hidden), chunk) if bounds is None else list(itertools.pairwise(bounds))
-    _check_chunks(chunks, len(hidden))
-    out: tuple[Tensor, Tensor, Tensor] = _LinearLogprob.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, shard, group, chunks, float32_logits
-    )
-    return out
-
-
-class _LinearLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        shard: Shard,
-        group: dist.ProcessGroup | None,
-        chunks: Sequence[tuple[int, int]],
-        float32_logits: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        multiply = ctx.multiply = product if float32_logits else torch.mm
-        parts = [
-            local_statistics(multiply(rows_of(hidden, range(a, b)), weight.t()), shard.rows(range(a, b)))
-            for a, b in chunks
-        ]
-        merged = merge_shards(all_gather(torch.cat(parts, dim=1), group), shard)
-        ctx.shard, ctx.chunk = shard, max(1, *(b - a for a, b in chunks))
-        ctx.save_for_backward(hidden, weight, merged)
-        ctx.set_materialize_grads(False)
-        logprob, entropy, sum_p_sq = merged.narrow(0, 0, 3).clone().unbind()
-        return logprob, entropy, sum_p_sq
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, merged = ctx.saved_tensors
-        gradient = Gradient(hidden, weight, ctx.chunk, ctx.needs_input_grad[1])
-        live = live_rows(cotangents)
-        count = len(hidden) if live is None else len(live)
-        for a, b in _even_chunks(count, ctx.chunk):
-            rows = range(a, b) if live is None else live[a:b]
-            statistics = merged[:, a:b] if live is None else merged[:, rows]
-            shard, statistics = ctx.shard.rows(rows), statistics.contiguous()
-            logits = ctx.multiply(rows_of(hidden, rows), weight.t())
-            given = [None if x is None else rows_of(x, rows) for x in cotangents]
-            gradient.add(write_gradient(logits, shard, statistics, given, logits), rows)
-            del logits  # free them before the next chunk's are allocated
-        of_weight = None if gradient.of_weight is None else gradient.of_weight.to(weight.dtype)
-        return gradient.of_hidden, of_weight, *(None,) * 4
+    multiply = product if float32_logits else torch.mm
+    parts = [
+        local_statistics(multiply(rows_of(hidden, rows), weight.t()), shard.rows(rows))
+        for rows in _chunks(bounds, len(hidden))
+    ]
+    merged = merge_shards(all_gather(torch.cat(parts, dim=1), group), shard)
+    logprob, entropy, sum_p_sq = merged.narrow(0, 0, 3).clone().unbind()
+    return logprob, entropy, sum_p_sq
 
 
 def linear_loss(
@@ -139,11 +95,13 @@ def linear_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (sum of the chunks' losses, sum of their records, log-probs of all rows).
 
-    bounds: chunk i holds the rows [bounds[i], bounds[i+1]).
     loss: called once per chunk, in order. It must not depend on other chunks, so cut between segments
     (chunk_bounds). The loss that it returns must already be divided by its global denominator.
     Only the loss carries a gradient. The log-probs are float32 [T].
     The other arguments and the errors are those of linear_logprob.
+    The gradient of `hidden` is this rank's part: sum it over `group`. On a CPU the gradient leaves out rows
+    whose cotangents are 0, if there are many (live_rows). Rows that are not left out must be finite: a NaN
+    reaches the gradient of the weight.
 
     The gradient is computed in the forward; the backward only scales it and can run once. If the weight has a
     main_grad (megatron's float32 buffer), its gradient is added there and autograd gets none. Until the
@@ -151,8 +109,7 @@ def linear_loss(
     per weight.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
-    chunks = list(itertools.pairwise(bounds))
-    _check_chunks(chunks, len(hidden))
+    chunks = _chunks(bounds, len(hidden))
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     out: tuple[Tensor, Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, shard, group, chunks, loss, wanted, float32_logits
@@ -168,24 +125,24 @@ class _LinearLoss(torch.autograd.Function):
         weight: Tensor,
         shard: Shard,
         group: dist.ProcessGroup | None,
-        chunks: Sequence[tuple[int, int]],
+        chunks: Sequence[range],
         loss: ChunkLoss,
         wanted: bool,
         float32_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        longest = max((b - a for a, b in chunks), default=0)
+        longest = max(map(len, chunks))
         gradient = Gradient(hidden, weight, longest, ctx.needs_input_grad[1]) if wanted else None
         multiply = product if float32_logits else torch.mm
         losses, records, logprobs = [], [], []
-        for a, b in chunks:
-            rows: range | Tensor = range(a, b)
-            part = shard.rows(rows)
-            logits = multiply(rows_of(hidden, rows), weight.t())
+        for chunk in chunks:
+            rows: range | Tensor = chunk
+            part = shard.rows(chunk)
+            logits = multiply(rows_of(hidden, chunk), weight.t())
             merged = merge_shards(all_gather(local_statistics(logits, part), group), part)
             with torch.set_grad_enabled(wanted):
                 leaves = [x.detach().requires_grad_(wanted) for x in merged.unbind()[:3]]
                 logprob, entropy, sum_p_sq = leaves
-                value, record = loss(Chunk(logprob, entropy, sum_p_sq, a, b))
+                value, record = loss(Chunk(logprob, entropy, sum_p_sq, chunk.start, chunk.stop))
             losses.append(value.detach())
             records.append(record)
             logprobs.append(merged.select(0, 0))
@@ -194,7 +151,10 @@ class _LinearLoss(torch.autograd.Function):
                 live = live_rows(cotangents)
                 if live is not None:  # without failed trajectories; if no entropy term, without clipped turns
                     logits, part, merged = kept(logits, live), part.rows(live), merged[:, live].contiguous()
-                    cotangents, rows = [None if x is None else x[live] for x in cotangents], a + live
+                    cotangents, rows = (
+                        [None if x is None else x[live] for x in cotangents],
+                        chunk.start + live,
+                    )
                 gradient.add(write_gradient(logits, part, merged, cotangents, logits), rows)
             del logits  # free them before the next chunk's are allocated
         ctx.gradient, ctx.weight = gradient, weight
@@ -245,17 +205,10 @@ def chunk_bounds(offsets: Tensor | None, rows: int, chunk: int = CHUNK) -> list[
     return [*bounds, rows]
 
 
-def _even_chunks(rows: int, chunk: int) -> list[tuple[int, int]]:
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} is the number of rows at a time; choose 1 or more, 4096 for speed")
-    return [(a, min(a + chunk, rows)) for a in range(0, max(rows, 1), chunk)]
-
-
-def _check_chunks(chunks: Sequence[tuple[int, int]], rows: int) -> None:
-    if not chunks or chunks[0][0] != 0 or chunks[-1][1] != rows or any(a > b for a, b in chunks):
-        raise ValueError(
-            f"bounds of the chunks {chunks[:4]}... must rise from 0 to the {rows} rows of hidden"
-        )
+def _chunks(bounds: Sequence[int], rows: int) -> list[range]:
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != rows or sorted(bounds) != list(bounds):
+        raise ValueError(f"bounds={bounds[:4]}... must rise from 0 to the {rows} rows of hidden")
+    return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
 def _shard(

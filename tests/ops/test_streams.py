@@ -21,7 +21,7 @@ def evaluate(given, target, offsets):
     new, old, advantage, weight, logits = given
     out = ops.clipped_surrogate(new, old, advantage, offsets, weight=weight, with_bias=True)
     copied = torch.empty(logits.shape, dtype=torch.bfloat16)
-    ops.bucket_copy([logits], [copied])
+    ops.BucketCopy([logits], [copied])()
     return [*out, *ops.vocab_logprob(logits, target), copied]
 
 

@@ -54,7 +54,7 @@ def measured(tmp_path_factory):
 
 def test_every_op_and_its_opponents_are_timed_or_give_a_reason(measured) -> None:
     rows = measured[1]["rows"]
-    ops = {"bucket_checksum", "bucket_copy", "clipped_surrogate", "vocab_logprob", "linear_logprob"}
+    ops = {"bucket_checksum", "bucket_copy", "clipped_surrogate", "vocab_logprob", "linear_loss"}
     assert {row["section"].split()[0] for row in rows} == ops
     for row in rows:
         assert bool(row["missing"]) == (row["warm"] is None), row

@@ -25,13 +25,13 @@ def compiler() -> str:
 def loaded() -> str:
     import torch
 
-    from megatron_stppo.ops import bucket_copy, extension
+    from megatron_stppo.ops import BucketCopy, extension
 
     built = extension.parts()
     assert "cuda" in built, f"built for {built or 'nothing'}: nvcc was not found"
     assert extension.serves(torch.device("cpu"))
     target = torch.zeros(1, 2, dtype=torch.bfloat16)
-    bucket_copy([torch.tensor([[1.0, 2.0]])], [target])
+    BucketCopy([torch.tensor([[1.0, 2.0]])], [target])()
     assert target.tolist() == [[1.0, 2.0]], target
     return f"built for {built['cuda']}; its CPU kernels compute"
 

@@ -36,15 +36,15 @@ def calls() -> dict[str, Any]:
                 logprob_and_gradient(logits.to(dtype), target, temperature=0.5 + uniform(3))
                 logprob_and_gradient(unaligned(logits.to(dtype)), target, vocab_size=columns)
         wide, narrow = normal(40, 33), torch.empty(40, 17, dtype=torch.bfloat16)
-        ops.bucket_copy([wide[:, :17], wide[:, 16:]], [narrow, torch.empty(40, 17)])
+        ops.BucketCopy([wide[:, :17], wide[:, 16:]], [narrow, torch.empty(40, 17)])()
         ops.BucketChecksum([wide[:, :17], wide, narrow], [torch.bfloat16, torch.float32, torch.bfloat16])()
         large = normal(64, 4096)  # several pieces of 16 bytes per load, several blocks
-        ops.bucket_copy([large], [large.bfloat16()])
+        ops.BucketCopy([large], [large.bfloat16()])()
         ops.BucketChecksum([large], [torch.bfloat16])()
         for dtype in (torch.float32, torch.bfloat16):
             hidden, weight = (normal(n, 32).to(dtype).requires_grad_() for n in (64, 1003))
             target = rows(64, 1003)[1]
-            sum(x.sum() for x in ops.linear_logprob(hidden, weight, target, chunk=17)).backward()
+            ops.linear_logprob(hidden, weight, target, [0, 17, 34, 64])
             weight.main_grad = torch.zeros(weight.shape)
             ops.linear_loss(hidden, weight, target, [0, 0, 20, 64], a_third)[0].backward()
     synchronize()
@@ -82,12 +82,11 @@ def repeats() -> dict[str, Any]:
             return total, *torch.autograd.grad(total, head)
 
         def linear_logprob() -> Sequence[torch.Tensor]:
-            out = ops.linear_logprob(*head, labels, chunk=1500)
-            return *out, *torch.autograd.grad(sum(x.sum() for x in out), head)
+            return ops.linear_logprob(*head, labels, [0, 1500, 4096])
 
         def copied() -> Sequence[torch.Tensor]:
             out = torch.empty(logits.shape, dtype=torch.bfloat16)
-            ops.bucket_copy([logits], [out])
+            ops.BucketCopy([logits], [out])()
             return [out]
 
         ops_of: dict[str, Callable[[], Sequence[torch.Tensor]]] = {
@@ -126,7 +125,7 @@ def profiled() -> dict[str, Any]:
             logits, target = rows(1024 if DEVICE == "cuda" else 8, columns)
             logprob_and_gradient(logits.bfloat16(), target)
         source = torch.randn(4096, 4096)
-        ops.bucket_copy([source], [torch.empty(4096, 4096, dtype=torch.bfloat16)])
+        ops.BucketCopy([source], [torch.empty(4096, 4096, dtype=torch.bfloat16)])()
     synchronize()
     return {"tokens": total}
 
