@@ -95,12 +95,12 @@ def _plan_asynchronous(
     given = assumptions.read(settings, assume)
     candidates = {count: splits.candidates(settings, count) for count in gpus}
     process.prepare(engine=False, device="meta")
-    from megatron_stppo.plan.outlook import Planner
+    from megatron_stppo.plan.outlook import Planner, recorded_lengths
     from megatron_stppo.plan.report import write_outlooks
-    from megatron_stppo.plan.simulation.recorded import read_lengths
     from megatron_stppo.plan.simulation.workload import Workload
 
-    lengths = assumptions.lengths(settings, given) if source is None else read_lengths(source)
+    recorded = None if source is None else recorded_lengths(source)
+    lengths = recorded or assumptions.lengths(settings, given)
     planner = Planner(settings, Workload(lengths, assumptions.tools(settings, given)), given)
     outlooks = [
         planner.outlook(count, found.trainers, found.left_out, found.refusal)

@@ -17,14 +17,7 @@ from megatron_stppo.model.offload import Offload
 from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.exchange import (
-    ReshardCost,
-    applied_bytes,
-    exchange,
-    layers_to_plan,
-    merging_bytes,
-    shard_bytes,
-)
+from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken
 from megatron_stppo.plan.memory import RankModels
@@ -33,7 +26,6 @@ from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse
 from megatron_stppo.plan.work import Kind, Work, fullest_microbatch, kinds, standing_at
 from megatron_stppo.weights.reshard.resharder import mismatch
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
-from megatron_stppo.weights.sharding.low_rank import served_adapters, transfer
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, serving_spans, training_layouts
 from megatron_stppo.weights.sharding.tiles import Spans
 
@@ -97,33 +89,26 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
     config, size, widths = use.config, use.dtype.itemsize, row_widths(shape)
     alike = layers_to_plan(shape, use.layout)
     serving = serving_layouts(shape, gpus, config.engine_tensor)
-    adapters = served_adapters(config.model.lora, shape)
     engine = engine_use(config, shape, gpu)
     moves = exchange(use.spans, serving, widths, alike, size, gpu)
-    if adapters is not None and adapters.alone:  # an engine that has slept gets all weights again, too
-        each = transfer(shape, use.spans, serving, adapters)
-        moves = moves.then(exchange(*each[:3], alike, size, gpu, each.changed))
-    elif adapters is not None:
-        moves = replace(moves, merging=merging_bytes(shape, adapters.rank, adapters.targets))
     return Plan(
         gpu=gpu,
         shape=shape,
         use=use,
         engine=engine,
         exchange=moves,
-        host=HostUse.of(use, gpu.per_node),
-        bounds=bounds(use, engine, moves.seconds, gpu),
+        host=HostUse.of(use, shape, gpu.per_node),
+        bounds=bounds(use, shape, engine, moves.seconds, gpu),
         broken=tuple(broken(use, engine, moves.staging, gpu)),
     )
 
 
 def engine_use(config: Config, shape: ModelShape, gpu: Gpu) -> EngineUse:
-    """Return the memory of the GPU of an engine that needs most."""
+    """Return the memory of the GPU of an engine that needs most. Adapters are not counted."""
     tensor, size, widths = config.engine_tensor, planned_dtype(config).itemsize, row_widths(shape)
     shards = [serving_spans(shape, tensor, rank) for rank in range(tensor)]
-    adapters = served_adapters(config.model.lora, shape)
-    weights = (shard_bytes(one, widths, size) + applied_bytes(one, shape, adapters, size) for one in shards)
-    return EngineUse.of(config, shape, max(weights), size, gpu)
+    weights = max(shard_bytes(one, widths, size) for one in shards)
+    return EngineUse.of(config, shape, weights, size, gpu)
 
 
 def _of_kind(
@@ -170,7 +155,6 @@ def _of_kind(
             },
             trunk=used.trunk,
             buffers=used.buffers,
-            served_flop=used.served_flop,
             logits=logits if stage == mesh.layout.pipeline - 1 else 0,
         )
         for stage, count in kind.stages.items()

@@ -9,24 +9,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Container, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-import torch
-
-from megatron_stppo.cluster.launch.vllm_environment import padded_rank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
-from megatron_stppo.weights.reshard.merging import AT_ONCE
 from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, lower_bound, plan_copies
 from megatron_stppo.weights.sharding.hf_names import ModelShape
-from megatron_stppo.weights.sharding.low_rank import (
-    ServedAdapters,
-    adapted,
-    adapter_shapes,
-    serving_adapter_spans,
-    with_joined,
-)
-from megatron_stppo.weights.sharding.spans import widths_of
 from megatron_stppo.weights.sharding.tiles import PADDING, Spans
 
 
@@ -42,14 +30,6 @@ class ReshardCost:
     busiest_rank: int  # bytes that it sends or receives, whichever is more
     busiest_node: int  # bytes that it sends to or receives from other nodes, whichever is more
     seconds: float  # a lower bound, by the busiest link
-    merging: int = 0  # bytes that a rank needs to add adapters to rows
-
-    def then(self, other: ReshardCost) -> ReshardCost:
-        """Return the cost of this reshard and another one after it. The busiest rank of each counts."""
-        both = {
-            name: a + b for (name, a), b in zip(asdict(self).items(), asdict(other).values(), strict=True)
-        }
-        return ReshardCost(**both | {"merging": max(self.merging, other.merging)})
 
     @property
     def ratio(self) -> float:
@@ -58,9 +38,8 @@ class ReshardCost:
 
     @property
     def staging(self) -> int:
-        """Bytes of a rank's buffers: two to send and two to receive a bucket, and those of a sum with
-        adapters."""
-        return 4 * min(BUCKET_BYTES["cuda"], self.busiest_rank) + self.merging
+        """Bytes of a rank's buffers: two to send and two to receive a bucket."""
+        return 4 * min(BUCKET_BYTES["cuda"], self.busiest_rank)
 
 
 def exchange(
@@ -106,36 +85,6 @@ def exchange(
     least = lower_bound(sources, targets, widths) * size
     seconds = max(rank / gpu.node_rate, node / gpu.network_rate)
     return ReshardCost(copies, moved, least, at_home, between, rank, node, seconds)
-
-
-def merging_bytes(shape: ModelShape, rank: int, targets: Collection[str]) -> int:
-    """Return the most bytes that the sum W + scale * B A of a weight takes (weights/reshard/merging.py).
-
-    These are A, B, a block of W and its sum, in float32. The sizes are those of the whole weight, of which a
-    rank has a part.
-    Example: a weight [8, 4] and rank 2 take 4 * (2 * 32 + 2 * (8 + 4)) = 352 bytes.
-    """
-    sizes = adapted(shape, targets).values()
-    blocks = (
-        2 * min(rows * columns, max(AT_ONCE, columns)) + rank * (rows + columns) for rows, columns in sizes
-    )
-    return torch.float32.itemsize * max(blocks, default=0)
-
-
-def applied_bytes(spans: Spans, shape: ModelShape, adapters: ServedAdapters | None, size: int) -> int:
-    """Return the bytes of A and B that an engine's rank applies itself, in vLLM's padded tensors.
-
-    vLLM joins q, k and v, and gate and up. If one of them is a target, all of them have tensors.
-    spans: serving_spans of the rank. size: bytes per element.
-    Example: rank 4 takes as much as rank 8, and q_proj as much as q_proj, k_proj and v_proj.
-    """
-    if adapters is None or not adapters.alone:
-        return 0
-    rank, names = adapters.rank, with_joined(adapters.targets)
-    widths = widths_of(adapter_shapes(shape, rank, names))
-    own = serving_adapter_spans(spans, rank, shape.hidden, names)
-    numbers = sum(span.size * widths[span.hf_key] for parts in own.values() for span in parts)
-    return numbers // rank * padded_rank(rank) * size
 
 
 def layers_to_plan(shape: ModelShape, layout: Layout) -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from megatron_stppo.config import Config
@@ -29,8 +30,8 @@ def serving_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
     needed = config.max_context * engine.cache_per_token
     if engine.cache < needed:
         share = config.rollout.gpu_memory_utilization
-        least = (engine.weights + engine.working + needed) / gpu.memory
-        remedy = f"at least {_up(least)}, or a " if least < 0.95 else "a "
+        least = math.ceil(100 * (engine.weights + engine.working + needed) / gpu.memory) / 100
+        remedy = f"at least {least}, or a " if least < 0.95 else "a "
         yield (
             f"rollout.gpu_memory_utilization={share}: {_gib(share * gpu.memory)} of a GPU must hold "
             f"{_gib(engine.weights)} of weights, {_gib(engine.working)} for a step, and {_gib(needed)} for "
@@ -94,8 +95,3 @@ def _remedy(use: TrainingUse, phase: Phase, stage: StageUse, engine: EngineUse, 
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"
-
-
-def _up(share: float) -> float:
-    """Round up to the next hundredth."""
-    return -(-share * 100 // 1) / 100

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from torch import Tensor
 
 from megatron_stppo.config import Config
@@ -41,8 +40,6 @@ class ModelUse:
     set_aside: int  # copy of the loss's gradients while correction=gradient computes the clipping bias
     score_flop: int
     update_flop: int
-    repeated: float = 0.0  # share of the trained elements that all tensor-parallel ranks hold
-    experts: float = 0.0  # share of the trained elements that belong to experts
 
     def in_flight(self, layout: Layout, stage: int, microbatches: int) -> int:
         """Return the bytes kept by micro-batches that wait for their backward on this stage."""
@@ -70,7 +67,6 @@ class RankUse:
     models: Mapping[str, ModelUse]  # by role
     trunk: int  # frozen weights, which all models share; 0 without adapters
     buffers: int  # of megatron, which all models share and which stay when the models are deleted
-    served_flop: int  # of a forward pass of what the engine serves
 
 
 @dataclass(frozen=True)
@@ -108,23 +104,9 @@ class RankModels:
         assert roles[0] == "actor"
         models: dict[str, ModelUse] = {role: self._use(role) for role in roles}
         trunk = _bytes(frozen(self._trunk or ()))
-        served = models["actor"] if self._trunk is None else self._merged(models.get("reference"))
         self._trunk = None
         gc.collect()
-        return RankUse(models, trunk, self.meter.alive, served.score_flop)
-
-    def _merged(self, reference: ModelUse | None) -> ModelUse:
-        """Return the use of a model without adapters, which the engine computes: it gets their sum with the
-        weights."""
-        lora, config = self.config.model.lora, self.config
-        if lora.path is None and reference is not None:
-            return reference
-        plain = config.model.model_copy(update={"lora": lora.model_copy(update={"path": None})})
-        self.config = config.model_copy(update={"model": plain})
-        try:
-            return self._use("reference")
-        finally:
-            self.config = config
+        return RankUse(models, trunk, self.meter.alive)
 
     def _use(self, role: build.Role) -> ModelUse:
         with self.meter, device_paths(self.is_cuda):
@@ -175,8 +157,6 @@ class RankModels:
             set_aside=self._set_aside(trainer) if corrects else 0,
             score_flop=score_flop,
             update_flop=sum(one.flop for one in passes),
-            repeated=_share(chunks, lambda module, weight: not _is_cut(module, weight)),
-            experts=_share(chunks, lambda _module, weight: not getattr(weight, "allreduce", True)),
         )
 
     def _score(self, chunks: Sequence[torch.nn.Module], role: build.Role) -> tuple[int, int]:
@@ -260,26 +240,6 @@ def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
 
 def _trained(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
     return (p for chunk in chunks for p in trained(chunk))
-
-
-def _share(chunks: Sequence[torch.nn.Module], is_counted: Callable[[torch.nn.Module, Any], bool]) -> float:
-    """Return the share of the trained elements for which is_counted(module, parameter)."""
-    sizes = [
-        (weight.numel(), is_counted(module, weight))
-        for chunk in chunks
-        for module in chunk.modules()
-        for weight in module.parameters(recurse=False)
-        if weight.requires_grad
-    ]
-    return sum(size for size, counts in sizes if counts) / sum(size for size, _ in sizes)
-
-
-def _is_cut(module: torch.nn.Module, weight: Any) -> bool:
-    """Return whether each tensor-parallel rank holds a part of the parameter of a module."""
-    # megatron marks its own layers' weights when it initializes their values, which a plan does not.
-    layers = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
-    is_whole = isinstance(module, RowParallelLinear) and weight is module.bias
-    return getattr(weight, "tensor_model_parallel", isinstance(module, layers) and not is_whole)
 
 
 def _bytes(tensors: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:

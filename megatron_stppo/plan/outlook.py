@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from megatron_stppo.config import Config
+from megatron_stppo.base.types import Trajectory
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.observe import trajectory_log
+from megatron_stppo.observe.trajectory_files import recorded
 from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import serving_limit, training_limits
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
 from megatron_stppo.plan.simulation.buffer import BatchRule
-from megatron_stppo.plan.simulation.workload import Workload
+from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Workload
 from megatron_stppo.plan.times import engine_speed, trainer_speed, transfer_seconds
 from megatron_stppo.plan.usage import EngineUse, TrainingUse
 from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -71,7 +75,7 @@ class Planner:
         drawn = [self.work.episode(number).sizes.tokens for number in range(512)]
         return sum(drawn) / len(drawn)
 
-    def outlook(self, gpus: int, trainers: Sequence[int], refused: Sequence[str], refusal: str) -> Outlook:
+    def outlook(self, gpus: int, trainers: Iterable[int], refused: Iterable[str], refusal: str) -> Outlook:
         """Return the outlook for `gpus` GPUs.
 
         trainers: possible numbers of GPUs for training. refused: why others are not possible. refusal: why
@@ -87,11 +91,8 @@ class Planner:
                 left_out += problems
             else:
                 splits.append(self._apart(trainer, (gpus - trainer) // self.config.engine_tensor))
-        together = None
-        if refusal:
-            left_out.append(f"colocated: {refusal}")
-        else:
-            together = self._together(gpus, left_out)
+        together = None if refusal else self._together(gpus, left_out)
+        left_out += [f"colocated: {refusal}"] if refusal else []
         return Outlook(gpus, tuple(splits), together, tuple(dict.fromkeys(left_out)))
 
     def _apart(self, trainer: int, replicas: int) -> Split:
@@ -141,3 +142,21 @@ class Planner:
         if gpus not in self._uses:
             self._uses[gpus] = training_use(self.config, self.shape, gpus, self.gpu)
         return self._uses[gpus]
+
+
+def recorded_lengths(folder: Path) -> RecordedLengths:
+    """Return the lengths of the episodes of a run's last 8 iterations. Raises ConfigError."""
+    numbers = recorded(folder)[-8:]
+    if not numbers:
+        raise ConfigError(f"--from={folder}: holds no trajectories/; give the folder of a run, as runs/NAME")
+    found = [_sizes(one) for number in numbers for one in trajectory_log.read(folder, number) if one.turns]
+    if not found:
+        raise ConfigError(f"--from={folder}: no episode of its last iterations has a turn; give another run")
+    return RecordedLengths(tuple(found))
+
+
+def _sizes(trajectory: Trajectory) -> Sizes:
+    """Return the sizes of a trajectory with at least one turn."""
+    read = [len(trajectory.prompt_ids), *(len(turn.observation_ids) for turn in trajectory.turns)]
+    generated = [len(turn.token_ids) for turn in trajectory.turns]
+    return Sizes(tuple(zip(read, generated, strict=False)))

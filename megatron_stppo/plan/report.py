@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -15,10 +14,6 @@ from megatron_stppo.plan.assumptions import ALL, OF_LENGTHS
 from megatron_stppo.plan.dry_run import Plan
 from megatron_stppo.plan.hardware import GIB
 from megatron_stppo.plan.outlook import Outlook, Planner
-from megatron_stppo.plan.simulation.asynchronous import Forecast
-from megatron_stppo.plan.usage import StageUse
-
-EVEN = 0.02  # relative difference of speeds that a forecast cannot tell apart
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:
@@ -31,7 +26,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "gpu": asdict(plan.gpu) | {"usable": plan.gpu.usable},
         "layout": asdict(use.layout) | {"world": use.layout.world},
         "layers": use.layers,
-        "dtype": _name(use.dtype),
+        "dtype": str(use.dtype).removeprefix("torch."),
         "work": asdict(use.work) | {"microbatch_tokens": use.microbatch_tokens},
         "engine": asdict(plan.engine) | {"cached_tokens": plan.engine.cached_tokens},
         "stages": [
@@ -50,21 +45,32 @@ def write_plan(plan: Plan, in_json: bool) -> None:
     if in_json:
         print(json.dumps(plan_as_json(plan), indent=1))
         return
-    console, stages, pipeline = _console(), plan.use.stages, plan.use.layout.pipeline
+    fullest = max(plan.use.stages, key=lambda one: max(one.totals(*plan.beside).values()))
+    phases, totals = fullest.phases(*plan.beside), fullest.totals(*plan.beside)
+    table = _table("", *phases)
+    for item in dict.fromkeys(item for items in phases.values() for item in items):
+        cells = (f"{items[item] / GIB:.2f}" if item in items else "" for items in phases.values())
+        table.add_row(item, *cells)
+    table.add_section()
+    table.add_row("total", *(f"{total / GIB:.2f}" for total in totals.values()))
+    of = f", stage {fullest.stage}" if plan.use.layout.pipeline > 1 else ""
+    console = _console()
     console.print(_opening(plan), soft_wrap=True)
-    fullest = max(stages, key=lambda one: max(one.totals(*plan.beside).values()))
-    of = f", stage {fullest.stage}" if pipeline > 1 else ""
-    console.print(f"GiB per GPU{of}; {plan.gpu.usable / GIB:.1f} are available")
-    console.print(_memory(plan, fullest))
-    if pipeline > 1:
-        console.print("GiB per GPU by pipeline stage")
-        console.print(_stages(plan))
+    console.print(f"GiB per GPU{of}; {plan.gpu.usable / GIB:.1f} are available", table, sep="\n")
     for line in _lines(plan):
         console.print(line, soft_wrap=True)
 
 
 def _console() -> Console:
     return Console(width=110, highlight=False)
+
+
+def _table(first: str, *others: str) -> Table:
+    """Return an empty table with these columns, of which all but the first are numbers."""
+    table = Table(first)
+    for name in others:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _opening(plan: Plan) -> str:
@@ -77,76 +83,38 @@ def _opening(plan: Plan) -> str:
     return (
         f"{plan.shape.family}, {plan.shape.layers} layers, hidden {plan.shape.hidden}, on {at.world} "
         f"{plan.gpu.name}: {mesh}; engines of {c.engine_tensor}\n"
-        f"{_name(use.dtype)}, {use.layers} layers, recompute {c.model.recompute}{adapters}; "
-        f"{use.microbatch_tokens} tokens in a microbatch, {use.work.microbatches} microbatches per step"
+        f"{str(use.dtype).removeprefix('torch.')}, {use.layers} layers, recompute {c.model.recompute}"
+        f"{adapters}; {use.microbatch_tokens} tokens in a microbatch, {use.work.microbatches} microbatches "
+        "per step"
     )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _memory(plan: Plan, fullest: StageUse) -> Table:
-    """Return a table of the items of `fullest` by phase."""
-    phases, totals = fullest.phases(*plan.beside), fullest.totals(*plan.beside)
-    table = Table()
-    table.add_column("")
-    for phase in phases:
-        table.add_column(phase, justify="right")
-    for item in dict.fromkeys(item for items in phases.values() for item in items):
-        table.add_row(item, *(_gib(items.get(item)) for items in phases.values()))
-    table.add_section()
-    table.add_row("total", *(_gib(total) for total in totals.values()))
-    return table
-
-
-def _stages(plan: Plan) -> Table:
-    table = Table()
-    for name in ("stage", "ranks", "layers", "parameters", "trainer", "in flight"):
-        table.add_column(name, justify="right")
-    for name in plan.use.stages[0].totals(*plan.beside):
-        table.add_column(name, justify="right")
-    for one in plan.use.stages:
-        table.add_row(
-            str(one.stage),
-            str(one.ranks),
-            str(one.layers),
-            f"{one.models['actor'].parameters / 1e9:.2f} B",
-            _gib(sum(one.held("update", plan.use.config.update.offload).values())),
-            _gib(max(one.in_flight.values())),
-            *(_gib(total) for total in one.totals(*plan.beside).values()),
-        )
-    return table
-
-
-def _lines(plan: Plan) -> list[str]:
-    moves, times, engine, gpu, host = plan.exchange, plan.bounds, plan.engine, plan.gpu, plan.host
-    last = plan.use.stages[-1]
-    lines = [
-        f"logits: one chunk takes {_gib(last.logits)} GiB of the last stage's working memory",
-        f"engine: keys and values of {engine.cached_tokens} tokens, "
-        f"{engine.cached_tokens // plan.use.work.longest} trajectories of {plan.use.work.longest} at once",
+def _lines(plan: Plan) -> Iterator[str]:
+    moves, times, engine, host = plan.exchange, plan.bounds, plan.engine, plan.host
+    model, longest = plan.use.config.model, plan.use.work.longest
+    yield (
+        f"engine: keys and values of {engine.cached_tokens} tokens, {engine.cached_tokens // longest} "
+        f"trajectories of {longest} at once; its working memory is estimated, not measured"
+    )
+    yield (
         f"reshard: {moves.copies} copies, every row once; {moves.moved / 1e9:.1f} GB between GPUs "
         f"({moves.ratio:.2f} of the minimum), {moves.between_nodes / 1e9:.1f} GB between nodes, "
-        f"{moves.at_home / 1e9:.1f} GB stay on their GPU",
+        f"{moves.at_home / 1e9:.1f} GB stay on their GPU"
+    )
+    yield (
         f"checkpoint: {host.checkpoint / 1e9:.1f} GB on disk; host memory of a node: "
         f"{host.copies / 1e9:.1f} GB for a copy while it is written, {host.offloaded / 1e9:.1f} GB with "
-        f"update.offload={plan.use.config.update.offload}",
+        f"update.offload={plan.use.config.update.offload}"
+    )
+    yield (
         f"time at least: rollout {times.rollout:.1f} s, score {times.score:.1f} s, update {times.update:.1f} "
         f"s, reshard {times.reshard:.2g} s; at most {times.tokens_per_second:.3g} tokens/s of "
-        f"{times.tokens} tokens per iteration",
-        *(f"assumed: {source}" for source in gpu.sources),
-        "estimated instead of measured: the engine's working memory",
-    ]
-    if plan.use.config.model.layers == "auto" and not plan.use.config.model.lora.rank:
-        lines.append(
-            "planned with local layers; model.layers=auto uses TransformerEngine's where it is installed"
-        )
-    return [*lines, "fits" if not plan.broken else "does not fit"]
-
-
-def _gib(size: int | None) -> str:
-    return "" if size is None else f"{size / GIB:.2f}"
+        f"{times.tokens} tokens per iteration"
+    )
+    yield from (f"assumed: {source}" for source in plan.gpu.sources)
+    if model.layers == "auto" and not model.lora.rank:
+        yield "planned with local layers; model.layers=auto uses TransformerEngine's where it is installed"
+    yield "does not fit" if plan.broken else "fits"
 
 
 def write_outlooks(
@@ -160,18 +128,15 @@ def write_outlooks(
         found = [asdict(one) | {"best": one.best and asdict(one.best), "gain": one.gain} for one in outlooks]
         print(json.dumps({"assumed": dict(planner.given), "outlooks": found}, indent=1))
         return
-    console, config, shape = _console(), planner.config, planner.shape
+    console = _console()
     console.print(
-        f"{shape.family}, {shape.layers} layers, hidden {shape.hidden}, on {planner.gpu.name}; engines of "
-        f"{config.engine_tensor}. {planner.batch} episodes per iteration, {planner.tokens:.0f} tokens each\n"
-        f"serving.max_staleness={config.serving.max_staleness}, order={config.serving.order}, "
-        f"update={config.serving.update}, {planner.concurrency} episodes in progress per replica",
+        f"{planner.batch} episodes per iteration, {planner.tokens:.0f} tokens each; {planner.concurrency} "
+        f"episodes in progress per replica; {planner.gpu.name}",
         soft_wrap=True,
     )
     for one in outlooks:
-        console.print(f"{one.gpus} GPUs")
         if one.splits or one.together is not None:
-            console.print(_splits(one, config.serving.replicas))
+            console.print(f"{one.gpus} GPUs", _splits(one, planner.config.serving.replicas), sep="\n")
         for line in (*one.left_out, *verdict(one)):
             console.print(line, soft_wrap=True)
     if lengths_from:
@@ -179,60 +144,39 @@ def write_outlooks(
     for name, value in planner.given.items():
         if lengths_from is None or name not in OF_LENGTHS:
             console.print(f"assumed: {name}={value:g} {ALL[name].meaning}", soft_wrap=True)
-    console.print("assumed: a step's times for weights, keys and values, and FLOP add up")
-    for source in planner.gpu.sources:
+    for source in ("a step's times for weights, keys and values, and FLOP add up", *planner.gpu.sources):
         console.print(f"assumed: {source}", soft_wrap=True)
 
 
 def _splits(one: Outlook, configured: int | None) -> Table:
     """Return a row for colocated training, and one for each split."""
-    table = Table()
-    for name in ("training", "replicas", "seconds", "tokens/s", "trainer\nwaits", "sends\nweights"):
-        table.add_column(name, justify="right")
-    table.add_column("replicas\nidle", justify="right")
-    table.add_column("staleness", justify="right")
-    table.add_column("")
-    if one.together is not None:
-        table.add_row("colocated", "", *_cells(one.together), "")
-        table.add_section()
+    columns = ("replicas", "seconds", "tokens/s", "trainer\nwaits", "sends\nweights", "replicas\nidle")
+    table = _table("training", *columns, "staleness", "")
+    rows = [("colocated", "", one.together, "")] if one.together else []
     for each in one.splits:
         marks = ["best"] * (each is one.best) + ["configured"] * (each.replicas == configured)
-        sizes = (str(each.trainer), f"{each.replicas} x {each.tensor}")
-        table.add_row(*sizes, *_cells(each.forecast), ", ".join(marks))
+        rows.append((str(each.trainer), f"{each.replicas} x {each.tensor}", each.forecast, ", ".join(marks)))
+    for training, replicas, found, marked in rows:
+        table.add_row(
+            training,
+            replicas,
+            f"{found.iteration_seconds:.1f}",
+            f"{found.tokens_per_second:.0f}",
+            f"{found.waiting / found.iteration_seconds:.0%}",
+            f"{found.publishing / found.iteration_seconds:.0%}",
+            f"{found.replica_idle:.0%}",
+            f"{found.staleness_mean:.1f} (max {max(found.staleness)})",
+            marked,
+        )
     return table
 
 
-def _cells(found: Forecast) -> tuple[str, ...]:
-    return (
-        _seconds(found.iteration_seconds),
-        f"{found.tokens_per_second:.0f}",
-        f"{found.waiting / found.iteration_seconds:.0%}",
-        f"{found.publishing / found.iteration_seconds:.0%}",
-        f"{found.replica_idle:.0%}",
-        f"{found.staleness_mean:.1f} (max {max(found.staleness)})",
-    )
-
-
-def verdict(one: Outlook) -> list[str]:
-    """Return what follows from the forecasts, in sentences."""
-    best, together = one.best, one.together
-    if best is None:
-        return [f"asynchronous training is not possible on {one.gpus} GPUs"]
-    found, lines = best.forecast, []
-    if together is not None and one.gain is not None:
-        sides = f"{_seconds(found.iteration_seconds)} s instead of {_seconds(together.iteration_seconds)} s"
-        word = f"{one.gain:.2f} times as fast as" if one.gain > 1 + EVEN else "slower than"
-        word = "as fast as" if abs(one.gain - 1) <= EVEN else word
-        lines.append(
-            f"asynchronous training is {word} colocated training on {one.gpus} GPUs: {sides} per iteration"
-        )
-    if found.calls_waiting > 1:
-        lines.append(
-            f"{found.calls_waiting:.0f} calls of tools per replica wait for a place: raise "
-            "environment.concurrency"
-        )
-    return lines
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+def verdict(one: Outlook) -> Iterator[str]:
+    """Yield what follows from the forecasts, in sentences."""
+    if one.best is None:
+        yield f"{one.gpus} GPUs: asynchronous training is not possible"
+        return
+    if one.gain is not None:
+        yield f"{one.gpus} GPUs: asynchronous training is {one.gain:.2f} times as fast as colocated training"
+    if (waiting := one.best.forecast.calls_waiting) > 1:
+        yield f"{waiting:.0f} calls of tools per replica wait for a place: raise environment.concurrency"

@@ -32,14 +32,16 @@ class Bounds:
     tokens_per_second: float  # at most
 
 
-def bounds(use: TrainingUse, engine: EngineUse, reshard_seconds: float, gpu: Gpu) -> Bounds:
+def bounds(
+    use: TrainingUse, shape: ModelShape, engine: EngineUse, reshard_seconds: float, gpu: Gpu
+) -> Bounds:
     """Return the bounds of a run in which all GPUs train and serve."""
     config, layout, work = use.config, use.layout, use.work
     share = work.tokens / use.microbatch_tokens * config.update.minibatches  # of a rank, in micro-batches
     bubble = 1 + (layout.pipeline - 1) / (layout.virtual * work.microbatches)
     scored, updated = _microbatch_flop(config, use.stages)
     score, update = scored * share, updated * share * config.update.epochs
-    seconds = (_rollout(use, engine, gpu), score * bubble / gpu.flops, update * bubble / gpu.flops)
+    seconds = (_rollout(use, shape, engine, gpu), score * bubble / gpu.flops, update * bubble / gpu.flops)
     tokens = _batch(config) * work.longest
     return Bounds(*seconds, reshard_seconds, tokens, tokens / (sum(seconds) + reshard_seconds))
 
@@ -58,22 +60,21 @@ def _microbatch_flop(config: Config, stages: Sequence[StageUse]) -> tuple[int, i
     return scored, updated
 
 
-def _rollout(use: TrainingUse, engine: EngineUse, gpu: Gpu) -> float:
+def _rollout(use: TrainingUse, shape: ModelShape, engine: EngineUse, gpu: Gpu) -> float:
     """Return the seconds of the rollout: the larger of the time to read memory and the time to compute.
 
     Every step reads all weights. Every token reads the keys and values before it, on average those of half a
     trajectory.
     """
     config, layout, work = use.config, use.layout, use.work
-    whole = sum(one.served_flop for one in {stage.stage: stage for stage in use.stages}.values())
     played = _batch(config) / (layout.world // config.engine_tensor)
     room = max(1, engine.cached_tokens // work.longest)  # whole trajectories in the cache
     together = min(config.rollout.max_sequences, played, room)
     steps = played / together * work.action_tokens
     keys = played * work.action_tokens * work.longest / 2 * engine.cache_per_token
     read = (steps * engine.weights + keys) / gpu.memory_rate
-    per_token = whole * layout.tensor / use.microbatch_tokens
-    return max(read, played * work.longest * per_token / config.engine_tensor / gpu.flops)
+    flop = played * forward(shape, [work.longest], work.action_tokens)
+    return max(read, flop / config.engine_tensor / gpu.flops)
 
 
 def engine_speed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.plan.memory import ModelUse
 from megatron_stppo.plan.work import Work
-from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.low_rank import adapter_shapes
 from megatron_stppo.weights.sharding.tiles import Spans
 
 PREFILL = 8192  # tokens of one step, as rollout/vllm/vllm_setup.py sets them
@@ -61,7 +63,6 @@ class StageUse:
     in_flight: Mapping[str, int]  # by role
     trunk: int  # frozen weights that all models share; 0 without adapters
     buffers: int  # of megatron, shared by all models
-    served_flop: int  # of a micro-batch through what the engine serves
     logits: int  # one chunk of logits on the last stage; already included in the models' numbers
 
     def held(self, phase: Phase, offload: Offload) -> dict[str, int]:
@@ -136,43 +137,31 @@ class HostUse:
     offloaded: int  # what update.offload keeps on the host
 
     @classmethod
-    def of(cls, use: TrainingUse, per_node: int) -> HostUse:
-        """Return the use of a run. per_node: GPUs of a node."""
-        config, world = use.config, range(use.layout.world)
-        written = [_written(use, rank) for rank in world]
-        away = [
-            use.stages[use.layout.coordinates(rank).pipeline].offloaded(config.update.offload)
-            for rank in world
-        ]
-        nodes = [slice(first, first + per_node) for first in world[::per_node]]
-        keeps = config.run.async_checkpoints
-        used = [(sum(copy for _, copy in written[node]) if keeps else 0, sum(away[node])) for node in nodes]
-        copies, offloaded = max(used, key=sum)
-        return cls(sum(disk for disk, _ in written), copies, offloaded)
+    def of(cls, use: TrainingUse, shape: ModelShape, per_node: int) -> HostUse:
+        """Return the use of a run. per_node: GPUs of a node.
 
-
-def _written(use: TrainingUse, rank: int) -> tuple[int, int]:
-    """Return (bytes of the checkpoint on disk that belong to a rank's states, bytes that the rank copies).
-
-    A rank copies its states, and the first of the ranks with the same weights copies these. What all
-    tensor-parallel ranks hold (norms, and A or B of an adapter) is written by one of them. Tied embeddings of
-    the first and the last pipeline stage are counted twice, but written once.
-    """
-    layout, dtype = use.layout, use.dtype
-    at = layout.coordinates(rank)
-    number = at.context + layout.context * at.data  # among the ranks with the same weights, except experts
-    disk = copied = 0.0
-    for role, model in use.stages[at.pipeline].models.items():
-        if not model.optimizer:
-            continue
-        shares = use.config.update.optimizer(role).distributed
-        own = 1 - model.repeated if at.tensor else 1.0
-        first = own if number == 0 else model.experts if number < layout.expert else 0.0
-        # Adam's moments, and float32 weights where the model has another type. In float32 the distributed
-        # optimizer writes the weights as its own once more.
-        in_float32 = dtype == torch.float32
-        elements = model.optimizer / (8 if in_float32 else 12) * (own if shares else first)
-        states = elements * (8 if in_float32 and not shares else 12)
-        disk += states + elements * dtype.itemsize
-        copied += states + model.weights * first
-    return round(disk), round(copied)
+        A rank copies its share of the optimizer's states, and the first of the ranks with the same weights
+        copies these. Stages count as equal, small tensors that all tensor-parallel ranks hold as divided, and
+        the padding of adapters not at all.
+        """
+        config, layout, lora = use.config, use.layout, use.config.model.lora
+        shapes = adapter_shapes(shape, lora.rank, lora.names) if lora.rank else hf_shapes(shape)
+        share = min(1.0, per_node / layout.world)  # of a node, of all ranks
+        # Ranks of a pipeline stage that copy weights; of experts, which are most of a model that has them.
+        copying = layout.tensor * layout.expert
+        stages = max(1, per_node // (layout.tensor * layout.context * layout.data))  # of a node
+        first = min(1.0, min(per_node, copying * stages) / (copying * layout.pipeline))  # of a node, of these
+        checkpoint, copies = 0, 0.0
+        for role in ("actor", "critic")[: 1 + config.needs_critic]:
+            keys = shapes.keys() - ({HEAD} if role == "critic" else set())
+            elements = sum(math.prod(shapes[key]) for key in keys)
+            shares = config.update.optimizer(role).distributed
+            # Adam's moments, and float32 weights where the model has another type. In float32 the
+            # distributed optimizer writes the weights as its own once more.
+            states = elements * (8 if use.dtype == torch.float32 and not shares else 12)
+            weights = elements * use.dtype.itemsize
+            checkpoint += states + weights
+            copies += states * (share if shares else first) + weights * first
+        away = max(stage.offloaded(config.update.offload) for stage in use.stages)
+        kept = round(copies) if config.run.async_checkpoints else 0
+        return cls(checkpoint, kept, away * min(per_node, layout.world))

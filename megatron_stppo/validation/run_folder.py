@@ -59,22 +59,12 @@ def finished(config: Config) -> int | None:
     return step if step >= config.run.iterations else None
 
 
-class _WrittenLedger(msgspec.Struct):
-    """The part of replicas/trainer/ledger.py's state that is checked."""
-
-    tasks: int
-    samples: int
-    first: int
-    next: int
-    trained: dict[str, Any]
-
-
 class _Written(msgspec.Struct):
     """What a checkpoint's state.json has of models and ledger."""
 
     trainers: dict[str, Any]  # by role
     shape: dict[str, Any]
-    ledger: _WrittenLedger | None = None  # of an asynchronous run
+    ledger: dict[str, Any] | None = None  # of an asynchronous run: replicas/trainer/ledger.py
 
 
 def _check_checkpoint(config: Config, checkpoints: Path) -> None:
@@ -98,7 +88,7 @@ def _check_checkpoint(config: Config, checkpoints: Path) -> None:
             "set algorithm as the run had it, or give another run.name"
         )
     if written.ledger is not None:
-        serving.check_resumed(config, msgspec.structs.asdict(written.ledger))
+        serving.check_resumed(config, written.ledger)
 
 
 def _holds_something(path: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from pathlib import Path
 from typing import Any
 
 from tests.plan.real_step import settings
@@ -23,7 +24,7 @@ def outlook(folder: str, gpus: int, trainers: tuple[int, ...], assume: tuple[str
     found = planner.outlook(gpus, trainers, (), "")
     with contextlib.redirect_stdout(text):
         write_outlooks(planner, [found], None, in_json=False)
-    return {"gain": found.gain, "verdict": verdict(found), "printed": text.getvalue()}
+    return {"gain": found.gain, "verdict": list(verdict(found)), "printed": text.getvalue()}
 
 
 def trainer_seconds(folder: str) -> tuple[float, float]:
@@ -40,3 +41,9 @@ def trainer_seconds(folder: str) -> tuple[float, float]:
     bounds = plan(config, 2).bounds
     speed = trainer_speed(use, config.max_context, H100, given)
     return speed.seconds(bounds.tokens), bounds.score + bounds.update
+
+
+def recorded(folder: Path) -> Any:
+    from megatron_stppo.plan.outlook import recorded_lengths
+
+    return recorded_lengths(folder).records

@@ -112,9 +112,9 @@ def flop(folder: str, rank: int) -> dict[str, tuple[int, int]]:
     }
 
 
-def references(folder: str) -> list[tuple[int, int, int, int]]:
+def references(folder: str) -> list[tuple[int, int, int]]:
     """Return (bytes of the actor's trained weights, bytes of the reference's own weights, bytes of the frozen
-    weights, FLOP of the served model) with adapters that add 0, and with imported ones.
+    weights) with adapters that add 0, and with imported ones.
 
     A plan does not read the folder of the imported ones.
     """
@@ -125,5 +125,5 @@ def references(folder: str) -> list[tuple[int, int, int, int]]:
         lora = {"rank": 4, "path": path}
         (stage,) = plan(settings(folder, {"dtype": "auto", "lora": lora}, {}), 1).use.stages
         actor, reference = stage.models["actor"], stage.models["reference"]
-        found.append((actor.weights, reference.weights, stage.trunk, stage.served_flop))
+        found.append((actor.weights, reference.weights, stage.trunk))
     return found

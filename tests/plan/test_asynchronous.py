@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import pytest
@@ -23,7 +23,6 @@ from megatron_stppo.plan.simulation.workload import (
     LogNormal,
     PlannedEpisode,
     RecordedLengths,
-    RecordedWork,
     Sizes,
     Spread,
     ToolTimes,
@@ -33,10 +32,19 @@ from megatron_stppo.plan.simulation.workload import (
 STEP = EngineSpeed(0.01)
 
 
-def played(sizes: Sequence[Sizes], call: float = 0.0) -> RecordedWork:
-    """Return episodes of these sizes in turn, with `call` seconds between turns."""
-    episodes = [PlannedEpisode(one, (call,) * (len(one.turns) - 1)) for one in sizes]
-    return RecordedWork(tuple(episodes), ToolTimes())
+@dataclass(frozen=True)
+class InTurn(Workload):
+    """Episodes of these sizes in turn, with `call` seconds between turns."""
+
+    call: float = 0.0
+
+    def episode(self, number: int) -> PlannedEpisode:
+        sizes = self.lengths.records[number % len(self.lengths.records)]  # type: ignore[union-attr]
+        return PlannedEpisode(sizes, (self.call,) * (len(sizes.turns) - 1))
+
+
+def played(sizes: Sequence[Sizes], call: float = 0.0) -> Workload:
+    return InTurn(RecordedLengths(tuple(sizes)), ToolTimes(), call=call)
 
 
 # one turn of 100 steps, which take 1 s

@@ -1,13 +1,7 @@
 from dataclasses import replace
 
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.exchange import (
-    applied_bytes,
-    exchange,
-    layers_alike,
-    merging_bytes,
-    shard_bytes,
-)
+from megatron_stppo.plan.exchange import exchange, layers_alike, shard_bytes
 from megatron_stppo.plan.hardware import H100
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import ServedAdapters
@@ -40,36 +34,6 @@ def test_two_stages_send_half_the_layers_to_each_other() -> None:
     assert second <= found.busiest_rank < 1.01 * second  # the final norm is on the second stage
     assert (found.between_nodes, found.busiest_node) == (0, 0)
     assert found.seconds == found.busiest_rank / H100.node_rate
-
-
-def test_a_sum_with_adapters_takes_a_block_of_the_weight_and_its_sum_in_float32() -> None:
-    # up_proj [96, 64] is the largest: it and the sum, A [2, 64] and B [96, 2]
-    assert merging_bytes(SHAPE, 2, ("q_proj", "up_proj")) == 4 * (2 * 96 * 64 + 2 * 64 + 96 * 2)
-    assert merging_bytes(SHAPE, 0, ()) == 0
-
-
-def test_an_engine_holds_its_adapters_with_the_rank_to_which_vllm_pads_them() -> None:
-    # o: A [4, 32] of 64 columns, B [64, 4] whole; down: A [4, 48] of 96 columns, B as o. 4 becomes 8.
-    alone = ServedAdapters(4, ("o_proj", "down_proj"), alone=True)
-    assert applied_bytes(SIDES[1][0], SHAPE, alone, 2) == 4 * 2 * (128 + 256 + 192 + 256) * 2
-    assert applied_bytes(SIDES[1][0], SHAPE, replace(alone, alone=False), 2) == 0
-
-
-def test_an_engine_holds_adapters_of_all_layers_that_vllm_joins_with_a_target() -> None:
-    # q: A [4, 64] whole, B [32, 4] of 64 rows; k and v: A as q, B [16, 4] of 32 rows. 4 becomes 8.
-    bytes_of = {
-        target: applied_bytes(SIDES[1][0], SHAPE, ServedAdapters(4, (target,), alone=True), 2)
-        for target in ("q_proj", "k_proj", "gate_proj")
-    }
-    assert bytes_of["q_proj"] == bytes_of["k_proj"] == 4 * 2 * (256 + 128 + 2 * (256 + 64)) * 2
-    assert bytes_of["gate_proj"] == 4 * 2 * 2 * (256 + 192) * 2  # A as q, B [48, 4] of 96 rows
-
-
-def test_two_reshards_take_the_bytes_of_both() -> None:
-    one = exchange(*SIDES, ALIKE, 2, H100)
-    both = one.then(one)
-    assert (both.moved, both.least, both.at_home) == (2 * one.moved, 2 * one.least, 2 * one.at_home)
-    assert both.ratio == 1
 
 
 def test_one_layer_of_a_stage_represents_all_its_layers() -> None:

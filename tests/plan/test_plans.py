@@ -144,10 +144,8 @@ def test_the_formula_of_mfu_agrees_with_counted_flop(
         assert formula == pytest.approx(counted, rel=0.02), what
 
 
-def test_a_reference_with_imported_adapters_has_those_and_the_engine_serves_merged_weights(
-    model: Path, planner: ProcessPoolExecutor
-) -> None:
+def test_a_reference_with_imported_adapters_has_those(model: Path, planner: ProcessPoolExecutor) -> None:
     plain, imported = planner.submit(small_plans.references, str(model)).result()
-    adapters, own, frozen, served = plain
+    adapters, own, frozen = plain
     assert own == 0 < adapters
-    assert imported == (adapters, adapters, frozen, served)
+    assert imported == (adapters, adapters, frozen)

@@ -21,7 +21,6 @@ from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.workload import (
     DrawnLengths,
-    EpisodeSource,
     LogNormal,
     ToolTimes,
     Workload,
@@ -53,7 +52,7 @@ class Model:
     batch: int  # episodes
 
     @cached_property
-    def work(self) -> EpisodeSource:
+    def work(self) -> Workload:
         """Log-normal lengths whose 99 % quantile is twice the median, with the published mean."""
         low, high = self.mean / 2, 3 * self.mean
         for _ in range(12):
@@ -63,7 +62,7 @@ class Model:
             low, high = (median, high) if tokens < self.mean else (low, median)
         return found
 
-    def _work(self, median: float) -> EpisodeSource:
+    def _work(self, median: float) -> Workload:
         one = LogNormal(1, 1)
         return Workload(
             DrawnLengths(PROMPT, one, LogNormal(median, 2 * median), one, self.longest), ToolTimes()

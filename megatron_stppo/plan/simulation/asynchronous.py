@@ -10,22 +10,21 @@ time to move models and engines in and out of GPU memory as `publish`.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass
 
 from megatron_stppo.plan.simulation.buffer import BatchRule, EpisodeBuffer
 from megatron_stppo.plan.simulation.engine import Clock, EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.replica import EpisodeInPlay, Publication, ReplicaModel, UpdateKind
-from megatron_stppo.plan.simulation.workload import EpisodeSource
+from megatron_stppo.plan.simulation.workload import Workload
 
 
 @dataclass(frozen=True)
 class AsynchronousRun:
     """What is simulated. Seconds are those of the machine that is planned for."""
 
-    work: EpisodeSource
+    work: Workload
     rule: BatchRule
     engine: EngineSpeed  # of each replica
     trainer: TrainerSpeed
@@ -63,7 +62,6 @@ class Forecast:
     calls_waiting: float  # calls of tools that wait for a place (environment.concurrency), per replica
     recomputed: float  # tokens per iteration whose keys and values are computed again because of updates
     running: float  # sequences per engine step
-    durations: tuple[float, ...] = field(repr=False)  # seconds of each measured iteration
 
     @property
     def staleness_mean(self) -> float:
@@ -213,5 +211,4 @@ class AsynchronousSimulation:
             calls_waiting=spent.calls_waiting / all_replicas,
             recomputed=spent.recomputed / count,
             running=spent.generated / max(1, spent.steps),
-            durations=tuple(b.now - a.now for a, b in itertools.pairwise(self._measured)),
         )

@@ -117,19 +117,5 @@ class Workload:
         return PlannedEpisode(sizes, tuple(waits))
 
 
-@dataclass(frozen=True)
-class RecordedWork:
-    """Recorded episodes. After the last one follows the first."""
-
-    episodes: tuple[PlannedEpisode, ...]
-    tools: ToolTimes  # of which only `at_once` matters
-
-    def episode(self, number: int) -> PlannedEpisode:
-        return self.episodes[number % len(self.episodes)]
-
-
-EpisodeSource = Workload | RecordedWork  # all episodes of a simulated run, in order of admission
-
-
 def _count(spread: Spread, chance: random.Random) -> int:
     return max(1, round(spread.draw(chance)))
