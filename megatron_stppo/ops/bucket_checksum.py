@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.bucket_copy import cut, expressible
-from megatron_stppo.ops.registration import has_data, registered
+from megatron_stppo.ops.extension import has_data
 
 PIECE = 2048  # CHECKSUM_PIECE of csrc/bucket_checksum.h
 MASK = (1 << 32) - 1
@@ -28,14 +28,9 @@ def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     number always changes both sums. Exchanging two unequal numbers goes unnoticed only if both of their
     weights agree, which happens once in 2^28. Strides do not matter.
     """
-    return _checksum(tensor, dtype or tensor.dtype)
-
-
-@registered("checksum")
-def _checksum(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not has_data(tensor):
         return tensor.new_empty((), dtype=torch.int64)
-    plain = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    plain = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
     flat = plain.copy_(tensor).view(-1)
     numbers = flat if flat.itemsize == 1 else flat.view(torch.int16)
     of_number, total = _number_weights(flat.device), torch.zeros(2, dtype=torch.int64, device=flat.device)
@@ -101,7 +96,6 @@ class BucketChecksum:
         return tables, others
 
 
-@registered("bucket_checksum", writes=("sums",))
 def _sum_up(slices: Tensor, owners: Tensor, source_type: int, target_type: int, sums: Tensor) -> None:
     """Write the checksums of slices into `sums`.
 

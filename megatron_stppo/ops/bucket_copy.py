@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.ops import extension
-from megatron_stppo.ops.registration import has_data, registered
+from megatron_stppo.ops.extension import has_data
 from megatron_stppo.ops.transfer import to_device
 
 TYPES = tuple(extension.DTYPES)
@@ -56,7 +56,6 @@ class BucketCopy:
             _copy(*call)
 
 
-@registered("bucket_copy", writes=("targets",))
 def _copy(
     slices: Tensor,
     owners: Tensor,

@@ -20,11 +20,12 @@ from megatron_stppo.algorithm.ratio import Pooling, check_offsets
 from megatron_stppo.algorithm.surrogate import segment_sums, surrogate
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
-from megatron_stppo.ops.registration import has_data, is_one, registered
+from megatron_stppo.ops.extension import has_data, is_one
 
 INTEGERS = (torch.int32, torch.int64)
 TOTALS, SEGMENT_SUMS = 10, 4  # SURROGATE_TOTALS and SEGMENT_SUMS of csrc/ops.h
 MAX_BLOCKS = 2**31 - 1  # blocks of a GPU kernel; only tests change it, and results do not depend on it
+Bounds = tuple[float, float, float | None, Pooling]  # clip_low, clip_high, dual_clip, pooling
 
 
 class ClippedSurrogate(NamedTuple):
@@ -102,23 +103,20 @@ def clipped_surrogate(
     with torch.no_grad():
         if not isinstance(weight, Tensor) and weight == 0:
             weight = torch.zeros_like(logprob)  # a tensor makes the kernels mask NaN
-        per_token = weight if isinstance(weight, Tensor) else None
-        uniform = 0.0 if isinstance(weight, Tensor) else float(weight)
-        inputs = (logprob, old_logprob, advantage, per_token, uniform)
+        inputs = (logprob, old_logprob, advantage, weight)
         whole = None
         if group is not None and segment_offsets is not None and dist.get_world_size(group) > 1:
             whole = summed(*inputs, segment_offsets)
             dist.all_reduce(whole, group=group)
         bounds = (clip_low, clip_high, dual_clip, pooling)
         totals, ratio, gradient_T, bias_T = computed(
-            *inputs, segment_offsets, *bounds, sum_p_sq, with_bias, whole
+            *inputs, segment_offsets, bounds, sum_p_sq, with_bias, whole
         )
         total_objective, *statistics = totals.unbind()
     objective: Tensor = _WithGradient.apply(  # type: ignore[no-untyped-call]
         logprob, total_objective, gradient_T
     )
-    bias = bias_T if with_bias else None
-    return ClippedSurrogate._make((objective, ratio, *statistics, gradient_T, bias))
+    return ClippedSurrogate._make((objective, ratio, *statistics, gradient_T, bias_T))
 
 
 class _WithGradient(torch.autograd.Function):
@@ -136,73 +134,56 @@ class _WithGradient(torch.autograd.Function):
         return gradient_T if is_one(cotangent) else cotangent * gradient_T, None, None
 
 
-@registered("segment_sums")
 def summed(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    weight: Tensor | None,
-    uniform_weight: float,
-    offsets: Tensor,
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: float | Tensor, offsets: Tensor
 ) -> Tensor:
-    """Return segment_sums of algorithm/surrogate.py for this rank's tokens, float64 [S, 4].
-
-    weight: c_t; None: uniform_weight for all tokens.
-    """
-    inputs = (logprob, old_logprob, advantage)
-    if extension.applies(logprob):
-        shape = (max(0, len(offsets) - 1), SEGMENT_SUMS)
-        part = torch.empty(shape, dtype=torch.float64, device=logprob.device)
-        if len(part):  # an empty tensor is a null pointer, which selects the full computation
-            run(*inputs, weight, uniform_weight, offsets, part=part)
-        return part
-    check_offsets("segment_offsets", offsets, len(logprob))
-    return segment_sums(*inputs, _weights(logprob, weight, uniform_weight), offsets)
+    """Return segment_sums of algorithm/surrogate.py for this rank's tokens, float64 [S, 4]."""
+    if not extension.applies(logprob):
+        check_offsets("segment_offsets", offsets, len(logprob))
+        return segment_sums(logprob, old_logprob, advantage, _weights(logprob, weight), offsets)
+    shape = (max(0, len(offsets) - 1), SEGMENT_SUMS)
+    part = torch.empty(shape, dtype=torch.float64, device=logprob.device)
+    if len(part):  # an empty tensor is a null pointer, which selects the full computation
+        _run(logprob, old_logprob, advantage, weight, offsets, part=part)
+    return part
 
 
-@registered("clipped_surrogate")
 def computed(
     logprob: Tensor,
     old_logprob: Tensor,
     advantage: Tensor,
-    weight: Tensor | None,
-    uniform_weight: float,
+    weight: float | Tensor,
     offsets: Tensor | None,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None,
-    pooling: str,
+    bounds: Bounds,
     sum_p_sq: Tensor | None,
     with_bias: bool,
     whole: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (totals, ratio [S], gradient_T, bias_T), float32.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return (totals, ratio [S], gradient_T, bias_T or None), float32.
 
-    totals: the 0-d fields of ClippedSurrogate, in its order. weight, uniform_weight: as in `summed`.
-    bias_T is empty unless with_bias. whole: segment sums of all ranks, if segments are split over ranks.
+    totals: the 0-d fields of ClippedSurrogate, in its order. whole: segment sums of all ranks, if segments
+    are split over ranks.
     """
-    bounds = (clip_low, clip_high, dual_clip, pooling)
     inputs = (logprob, old_logprob, advantage)
     if not extension.applies(logprob):
-        weight_T = _weights(logprob, weight, uniform_weight)
+        weight_T = _weights(logprob, weight)
         return _fallback(*inputs, weight_T, offsets, bounds, sum_p_sq, with_bias, whole)
     segments = len(logprob) if offsets is None else max(0, len(offsets) - 1)
     ratio, gradient_T = logprob.new_empty(segments), torch.empty_like(logprob)
     bias_T = torch.empty_like(logprob) if with_bias else None
     totals = logprob.new_empty(TOTALS)
     outputs = (ratio, gradient_T, bias_T, totals)
-    run(*inputs, weight, uniform_weight, offsets, bounds, sum_p_sq, outputs, whole=whole)
-    return totals, ratio, gradient_T, logprob.new_empty(0) if bias_T is None else bias_T
+    _run(*inputs, weight, offsets, bounds, sum_p_sq, outputs, whole=whole)
+    return totals, ratio, gradient_T, bias_T
 
 
-def run(
+def _run(
     logprob: Tensor,
     old_logprob: Tensor,
     advantage: Tensor,
-    weight: Tensor | None,
-    uniform_weight: float,
+    weight: float | Tensor,
     offsets: Tensor | None,
-    bounds: tuple[float, float, float | None, str] = (0.0, 0.0, None, "mean"),
+    bounds: Bounds = (0.0, 0.0, None, "mean"),
     sum_p_sq: Tensor | None = None,
     outputs: Sequence[Tensor | None] = (None,) * 4,
     part: Tensor | None = None,
@@ -210,9 +191,8 @@ def run(
 ) -> None:
     """Call csrc/clipped_surrogate_cpu.cpp or csrc/clipped_surrogate.cu.
 
-    bounds: clip_low, clip_high, dual_clip and pooling. outputs: ratio, gradient, bias and totals to be
-    written; None if `part` is given. part: written with this rank's segment sums. whole: segment sums of all
-    ranks.
+    outputs: ratio, gradient, bias and totals to be written; None if `part` is given. part: written with this
+    rank's segment sums. whole: segment sums of all ranks.
     """
     if not has_data(logprob):
         return
@@ -222,11 +202,12 @@ def run(
     tiles = extension.surrogate_tiles(total + (0 if offsets is None else segments))
     workspace = torch.empty(tiles * extension.SURROGATE_ROW, dtype=torch.float64, device=logprob.device)
     clip_low, clip_high, dual_clip, pooling = bounds
+    per_token, uniform = (weight, 0.0) if isinstance(weight, Tensor) else (None, float(weight))
     status = extension.run(
         "clipped_surrogate",
         logprob.device,
-        *(logprob, old_logprob, advantage, weight, sum_p_sq, None if offsets is None else offsets.long()),
-        *(total, segments, uniform_weight, 1 - clip_low, 1 + clip_high),
+        *(logprob, old_logprob, advantage, per_token, sum_p_sq, None if offsets is None else offsets.long()),
+        *(total, segments, uniform, 1 - clip_low, 1 + clip_high),
         math.inf if dual_clip is None else dual_clip,
         pooling == "sum",
         *outputs,
@@ -242,11 +223,11 @@ def _fallback(
     advantage: Tensor,
     weight_T: Tensor,
     offsets: Tensor | None,
-    bounds: tuple[float, float, float | None, str],
+    bounds: Bounds,
     sum_p_sq: Tensor | None,
     with_bias: bool,
     whole: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute the outputs with the torch fallback, from the reference implementation in algorithm/."""
     if offsets is not None:
         check_offsets("segment_offsets", offsets, len(logprob))
@@ -256,7 +237,7 @@ def _fallback(
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
-        pooling=pooling,  # type: ignore[arg-type]
+        pooling=pooling,
         whole=whole,
     )
     live = weight_T != 0
@@ -282,10 +263,9 @@ def _fallback(
         in_logits(result.bias_T),
         in_logits(result.gradient_T),
     )
-    gradient_T, bias_T = result.gradient_T.float(), result.bias_T.float()
-    bias_T = bias_T if with_bias else bias_T.new_empty(0)
+    gradient_T, bias_T = result.gradient_T.float(), result.bias_T.float() if with_bias else None
     return torch.stack([x.float() for x in totals]), result.ratio_S.float(), gradient_T, bias_T
 
 
-def _weights(logprob: Tensor, weight: Tensor | None, uniform_weight: float) -> Tensor:
-    return torch.full_like(logprob, uniform_weight) if weight is None else weight
+def _weights(logprob: Tensor, weight: float | Tensor) -> Tensor:
+    return weight if isinstance(weight, Tensor) else torch.full_like(logprob, weight)

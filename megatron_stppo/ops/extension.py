@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stppo.ops.registration import has_data
-
 _csrc: Any = None  # not built; `serves` handles this
 if importlib.util.find_spec("megatron_stppo._csrc") is not None:
     _csrc = importlib.import_module("megatron_stppo._csrc")
@@ -137,27 +135,21 @@ def tickets(device: torch.device, count: int) -> Tensor | None:
 _tickets: dict[tuple[int | None, int], Tensor] = {}
 
 
-def logits(
-    data: Tensor,
-    target: Tensor,
-    temperature: Tensor | None,
-    uniform_temperature: float,
-    vocab_start: int,
-    valid: int,
-    ignore_index: int,
-) -> Any:
-    """Return csrc's record of logits [T, V_local] and their shard. See Shard in ops/shard.py."""
-    return _csrc.Logits(
-        pointer(data),
-        DTYPES[data.dtype],
-        *data.shape,
-        valid,
-        vocab_start,
-        pointer(target),
-        pointer(temperature),
-        uniform_temperature,
-        ignore_index,
-    )
+def logits(*arguments: Any) -> Any:
+    """Return csrc's record of logits, see Shard.record in ops/shard.py."""
+    return _csrc.Logits(*arguments)
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Return whether the tensor's memory can be read: False for a meta tensor, for which a kernel only
+    allocates its outputs."""
+    return not tensor.is_meta
+
+
+def is_one(cotangent: Tensor) -> bool:
+    """Return whether a 0-d cotangent is 1, so that the product with it can be left out. False on a GPU, where
+    reading it would make the host wait."""
+    return cotangent.is_cpu and cotangent.item() == 1
 
 
 def pointer(tensor: Tensor | None) -> int:

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.ops.arguments import check
+from megatron_stppo.ops.extension import is_one
 from megatron_stppo.ops.logits_gradient import Gradient, kept, live_rows, product
-from megatron_stppo.ops.registration import is_one
 from megatron_stppo.ops.shard import Shard, rows_of
 from megatron_stppo.ops.vocab_logprob import all_gather, local_statistics, merge_shards, write_gradient
 

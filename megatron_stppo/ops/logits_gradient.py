@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from megatron_stppo.ops.shard import rows_of
 
@@ -93,11 +92,11 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:
     """Return the rows with a nonzero cotangent, or None if these are 90% of the rows or more.
 
-    None is also returned if all cotangents are None, for fake tensors, and on a GPU, where the host would
-    wait for the number of rows in every chunk.
+    None is also returned if all cotangents are None, and on a GPU, where the host would wait for the number
+    of rows in every chunk.
     """
     given = [x for x in cotangents if x is not None]
-    if not given or given[0].is_cuda or isinstance(given[0], FakeTensor):
+    if not given or given[0].is_cuda:
         return None
     live = torch.nonzero(torch.stack([x != 0 for x in given]).any(0)).squeeze(1)
     return live if len(live) < 0.9 * len(given[0]) else None

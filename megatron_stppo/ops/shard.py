@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
 
 
@@ -50,19 +52,24 @@ class Shard:
         return replace(self, target=rows_of(self.target, rows), temperature=temperature)
 
     @property
-    def arguments(self) -> tuple[Tensor, Tensor | None, float, int, int, int]:
-        """The shard as arguments of the kernels: temperature per row (or None), uniform temperature."""
-        temperature = self.temperature
-        both = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, float(temperature))
-        return self.target, *both, self.vocab_start, self.valid, self.ignore_index
+    def temperature_T(self) -> Tensor:
+        """The temperature of each row, float32 [T]."""
+        if isinstance(self.temperature, Tensor):
+            return self.temperature
+        return torch.full(self.target.shape, self.temperature, device=self.target.device)
+
+    def record(self, logits: Tensor) -> Any:
+        """Return csrc's record of logits [T, V_local] and their shard."""
+        pointer, temperature = extension.pointer, self.temperature
+        of_rows, uniform = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
+        shape = (pointer(logits), extension.DTYPES[logits.dtype], *logits.shape)
+        columns = (self.valid, self.vocab_start, pointer(self.target))
+        return extension.logits(*shape, *columns, pointer(of_rows), float(uniform), self.ignore_index)
 
 
 def rows_of(tensor: Tensor, rows: range | Tensor) -> Tensor:
-    """Return some of the tensor's rows: a view if `rows` is a range.
-
-    Unlike tensor[a:b], it works with fake CUDA tensors where torch is built for CPUs.
-    """
-    return tensor.narrow(0, rows.start, len(rows)) if isinstance(rows, range) else tensor[rows]
+    """Return some of the tensor's rows: a view if `rows` is a range."""
+    return tensor[rows.start : rows.stop] if isinstance(rows, range) else tensor[rows]
 
 
 def _check_temperature(temperature: float | Tensor, target: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_stppo.ops.registration import has_data
+from megatron_stppo.ops.extension import has_data
 
 
 def to_device(tensor: Tensor, device: torch.device | str | int) -> Tensor:

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron_stppo.algorithm.vocabulary import Merged, logits_gradient, merge, shard_statistics
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
-from megatron_stppo.ops.registration import has_data, registered
+from megatron_stppo.ops.extension import has_data
 from megatron_stppo.ops.shard import Shard
 
 
@@ -85,7 +85,12 @@ class _VocabLogprob(torch.autograd.Function):
 
 def local_statistics(logits: Tensor, shard: Shard) -> Tensor:
     """Return shard_statistics of algorithm/vocabulary.py for this rank's columns, float32 [5, T]."""
-    return _statistics(logits, *shard.arguments)
+    if not extension.applies(logits):
+        return shard_statistics(logits, shard.target, shard.temperature_T, shard.vocab_start, shard.valid)
+    out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
+    if has_data(logits):
+        extension.run("vocab_statistics", logits.device, shard.record(logits), out)
+    return out
 
 
 def merge_shards(statistics: Tensor, shard: Shard) -> Tensor:
@@ -95,7 +100,26 @@ def merge_shards(statistics: Tensor, shard: Shard) -> Tensor:
     the target is missing. Raises ValueError for a target that no shard holds. This is decided from the
     gathered statistics, so all ranks raise together and none waits in a collective.
     """
-    return _merged(statistics, shard.target, shard.ignore_index)
+    shards, _, rows = statistics.shape
+    if extension.applies(statistics):
+        out = torch.empty(6, rows, dtype=torch.float32, device=statistics.device)
+        if not has_data(statistics):
+            return out
+        settings = (shards, rows, shard.target, shard.ignore_index)
+        extension.run("vocab_merge", statistics.device, statistics, *settings, out)
+        missing_T = None if out.is_cuda else out[5].view(torch.uint8)[:rows]
+    else:
+        m, ignored_T = merge(statistics), shard.target == shard.ignore_index
+        values = [x.masked_fill(ignored_T, 0) for x in (m.logprob_T, m.entropy_T, m.sum_p_sq_T)]
+        out = torch.stack([*values, m.max_T, m.log_sum_T, m.missing_T.float()])
+        missing_T = m.missing_T & ~ignored_T
+    if missing_T is not None and bool(missing_T.any()):
+        row = int(missing_T.nonzero()[0])
+        raise ValueError(
+            f"target[{row}]={int(shard.target[row])} lies outside every shard's columns; "
+            "pass global ids below vocab_size, or ignore_index"
+        )
+    return out
 
 
 def write_gradient(
@@ -106,89 +130,14 @@ def write_gradient(
     cotangents: of the first three rows of `merged`, None for 0. `out` may be `logits`.
     """
     g_T, h_T, c_T = cotangents
-    _write_gradient(logits, *shard.arguments, merged, g_T, h_T, c_T, out)
-    return out
-
-
-@registered("vocab_statistics")
-def _statistics(
-    logits: Tensor,
-    target: Tensor,
-    temperature: Tensor | None,
-    uniform_temperature: float,
-    vocab_start: int,
-    valid: int,
-    ignore_index: int,
-) -> Tensor:
     if not extension.applies(logits):
-        temperature_T = _per_row(target, temperature, uniform_temperature)
-        return shard_statistics(logits, target, temperature_T, vocab_start, valid)
-    out = torch.empty(5, len(logits), dtype=torch.float32, device=logits.device)
+        place = (shard.target, shard.temperature_T, shard.vocab_start, shard.valid)
+        ignored_T = shard.target == shard.ignore_index
+        return out.copy_(logits_gradient(logits, *place, Merged(*merged), ignored_T, (g_T, h_T, c_T)))
     if has_data(logits):
-        record = extension.logits(
-            logits, target, temperature, uniform_temperature, vocab_start, valid, ignore_index
-        )
-        extension.run("vocab_statistics", logits.device, record, out)
-    return out
-
-
-@registered("vocab_merge")
-def _merged(statistics: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    shards, _, rows = statistics.shape
-    if extension.applies(statistics):
-        out = torch.empty(6, rows, dtype=torch.float32, device=statistics.device)
-        if not has_data(statistics):
-            return out
-        settings = (shards, rows, target, ignore_index)
-        extension.run("vocab_merge", statistics.device, statistics, *settings, out)
-        missing_T = None if out.is_cuda else out[5].view(torch.uint8)[:rows]
-    else:
-        m, ignored_T = merge(statistics), target == ignore_index
-        values = [x.masked_fill(ignored_T, 0) for x in (m.logprob_T, m.entropy_T, m.sum_p_sq_T)]
-        out = torch.stack([*values, m.max_T, m.log_sum_T, m.missing_T.float()])
-        missing_T = m.missing_T & ~ignored_T
-    if missing_T is not None and bool(missing_T.any()):
-        row = int(missing_T.nonzero()[0])
-        raise ValueError(
-            f"target[{row}]={int(target[row])} lies outside every shard's columns; "
-            "pass global ids below vocab_size, or ignore_index"
-        )
-    return out
-
-
-@registered("vocab_gradient", writes=("out",))
-def _write_gradient(
-    logits: Tensor,
-    target: Tensor,
-    temperature: Tensor | None,
-    uniform_temperature: float,
-    vocab_start: int,
-    valid: int,
-    ignore_index: int,
-    merged: Tensor,
-    g_T: Tensor | None,
-    h_T: Tensor | None,
-    c_T: Tensor | None,
-    out: Tensor,
-) -> None:
-    if not has_data(logits):
-        return
-    if extension.applies(logits):
         dense = [None if x is None else x.contiguous() for x in (g_T, h_T, c_T)]
-        record = extension.logits(
-            logits, target, temperature, uniform_temperature, vocab_start, valid, ignore_index
-        )
-        extension.run("vocab_gradient", logits.device, record, merged, *dense, out)
-        return
-    temperature_T, ignored_T = _per_row(target, temperature, uniform_temperature), target == ignore_index
-    given = (logits, target, temperature_T, vocab_start, valid, Merged(*merged), ignored_T)
-    out.copy_(logits_gradient(*given, (g_T, h_T, c_T)))
-
-
-def _per_row(target: Tensor, temperature: Tensor | None, uniform_temperature: float) -> Tensor:
-    if temperature is not None:
-        return temperature
-    return torch.full(target.shape, uniform_temperature, device=target.device)
+        extension.run("vocab_gradient", logits.device, shard.record(logits), merged, *dense, out)
+    return out
 
 
 def all_gather(local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
