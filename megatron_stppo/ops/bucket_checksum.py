@@ -67,8 +67,10 @@ class BucketChecksum:
         sums = torch.zeros(len(wanted), dtype=torch.int64, device=self._device)
         if extension.applies(sums):
             tables, others = self._tables if chosen is None else self._described(chosen)
-            for kind, slices, owners in tables:
-                _sum_up(slices, owners, *kind, sums)
+            for kind, slices, owners in tables if has_data(sums) else ():
+                counts = slices, len(slices), owners, len(owners)
+                counters = extension.tickets(sums.device, 3 * len(slices))
+                extension.run("bucket_checksum", sums.device, *counts, *kind, sums, counters)
         else:
             others = [(place, self._pairs[index]) for place, index in enumerate(wanted)]
         for place, pair in others:
@@ -94,17 +96,6 @@ class BucketChecksum:
             piece = extension.CHECKSUM_BLOCK // (2 if kind[1] == extension.FLOAT32 else 1)
             tables.append((kind, *cut(rows, sizes, piece, self._device)))
         return tables, others
-
-
-def _sum_up(slices: Tensor, owners: Tensor, source_type: int, target_type: int, sums: Tensor) -> None:
-    """Write the checksums of slices into `sums`.
-
-    slices, owners: the results of `cut`. source_type, target_type: extension.DTYPES.
-    """
-    if has_data(slices):
-        counts = slices, len(slices), owners, len(owners)
-        counters = extension.tickets(slices.device, 3 * len(slices))
-        extension.run("bucket_checksum", slices.device, *counts, source_type, target_type, sums, counters)
 
 
 def _rows(tensor: Tensor) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,12 +38,12 @@ class BucketCopy:
                 kind = extension.DTYPES[source.dtype], extension.DTYPES[target.dtype]
                 slices.setdefault(kind, []).append(_slice(source, target))
                 pairs.setdefault(kind, []).append((source, target))
-        # arguments of _copy, which keep the tensors alive
-        self._calls: list[tuple[Any, ...]] = [
+        # (types, tables of csrc, pairs, which are kept alive)
+        self._calls = [
             (
-                *cut(rows, [source.numel() for source, _ in pairs[kind]], extension.COPY_PIECE, device),
-                *kind,
-                *map(list, zip(*pairs[kind], strict=True)),
+                kind,
+                cut(rows, [source.numel() for source, _ in pairs[kind]], extension.COPY_PIECE, device),
+                pairs[kind],
             )
             for kind, rows in slices.items()
         ]
@@ -52,30 +51,13 @@ class BucketCopy:
     @torch.no_grad()
     def __call__(self) -> None:
         """Do the copies. On a GPU they are only enqueued, on the current stream."""
-        for call in self._calls:
-            _copy(*call)
-
-
-def _copy(
-    slices: Tensor,
-    owners: Tensor,
-    source_type: int,
-    target_type: int,
-    sources: list[Tensor],
-    targets: list[Tensor],
-) -> None:
-    """Copy sources[i] to targets[i].
-
-    slices, owners: the results of `cut` for them. source_type, target_type: extension.DTYPES.
-    """
-    if not has_data(slices):
-        return
-    if extension.applies(slices):
-        counts = slices, len(slices), owners, len(owners)
-        extension.run("bucket_copy", slices.device, *counts, source_type, target_type)
-        return
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
+        for kind, (slices, owners), pairs in self._calls:
+            if not extension.applies(slices):
+                for source, target in pairs:
+                    target.copy_(source)
+            elif has_data(slices):
+                counts = slices, len(slices), owners, len(owners)
+                extension.run("bucket_copy", slices.device, *counts, *kind)
 
 
 def expressible(tensor: Tensor) -> bool:

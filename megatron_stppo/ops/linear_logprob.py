@@ -55,7 +55,6 @@ def linear_logprob(
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
-    ignore_index: int = -100,
     float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return vocab_logprob of the logits hidden @ weight.T, without a gradient: (logprob, entropy, sum_p_sq),
@@ -68,7 +67,7 @@ def linear_logprob(
     The other arguments are those of vocab_logprob. Extra memory: a chunk of logits.
     Raises ValueError that names the argument that does not fit.
     """
-    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
+    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature)
     multiply = product if float32_logits else torch.mm
     parts = [
         local_statistics(multiply(rows_of(hidden, rows), weight.t()), shard.rows(rows))
@@ -90,7 +89,6 @@ def linear_loss(
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
-    ignore_index: int = -100,
     float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (sum of the chunks' losses, sum of their records, log-probs of all rows).
@@ -108,7 +106,7 @@ def linear_loss(
     backward, whose factor is not known before, the weight's gradient is held in extra float32 memory, 4 bytes
     per weight.
     """
-    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature, ignore_index)
+    shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature)
     chunks = _chunks(bounds, len(hidden))
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     out: tuple[Tensor, Tensor, Tensor] = _LinearLoss.apply(  # type: ignore[no-untyped-call]
@@ -218,9 +216,8 @@ def _shard(
     vocab_start: int,
     vocab_size: int | None,
     temperature: float | Tensor,
-    ignore_index: int,
 ) -> Shard:
     check("hidden", hidden, hidden.device, FLOATS, (None, None))
     check("weight", weight, hidden.device, (hidden.dtype,), (None, hidden.shape[1]))
     check("target", target, hidden.device, (torch.int64,), (len(hidden),))
-    return Shard.of(target, len(weight), vocab_start, vocab_size, temperature, ignore_index)
+    return Shard.of(target, len(weight), vocab_start, vocab_size, temperature)

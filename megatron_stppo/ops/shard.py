@@ -11,6 +11,8 @@ from torch import Tensor
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
 
+IGNORED = -100  # a target whose row gives 0, and gets a gradient of 0
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -20,7 +22,6 @@ class Shard:
     temperature: float | Tensor  # float32 [T] if a tensor
     vocab_start: int
     valid: int  # columns of true vocabulary; what follows is padding
-    ignore_index: int
 
     @classmethod
     def of(
@@ -30,7 +31,6 @@ class Shard:
         vocab_start: int,
         vocab_size: int | None,
         temperature: float | Tensor,
-        ignore_index: int,
     ) -> Shard:
         """Return the shard of `columns` columns from id vocab_start on.
 
@@ -42,7 +42,7 @@ class Shard:
                 f"vocab_start={vocab_start}, vocab_size={vocab_size}: give the first column's id and the size"
             )
         valid = columns if vocab_size is None else min(max(vocab_size - vocab_start, 0), columns)
-        return cls(target, temperature, vocab_start, valid, ignore_index)
+        return cls(target, temperature, vocab_start, valid)
 
     def rows(self, rows: range | Tensor) -> Shard:
         """Return the shard restricted to some of the rows."""
@@ -64,7 +64,7 @@ class Shard:
         of_rows, uniform = (temperature, 1.0) if isinstance(temperature, Tensor) else (None, temperature)
         shape = (pointer(logits), extension.DTYPES[logits.dtype], *logits.shape)
         columns = (self.valid, self.vocab_start, pointer(self.target))
-        return extension.logits(*shape, *columns, pointer(of_rows), float(uniform), self.ignore_index)
+        return extension.logits(*shape, *columns, pointer(of_rows), float(uniform), IGNORED)
 
 
 def rows_of(tensor: Tensor, rows: range | Tensor) -> Tensor:

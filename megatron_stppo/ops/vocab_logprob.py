@@ -14,7 +14,7 @@ from megatron_stppo.algorithm.vocabulary import Merged, logits_gradient, merge, 
 from megatron_stppo.ops import extension
 from megatron_stppo.ops.arguments import check
 from megatron_stppo.ops.extension import has_data
-from megatron_stppo.ops.shard import Shard
+from megatron_stppo.ops.shard import IGNORED, Shard
 
 
 def vocab_logprob(
@@ -25,17 +25,16 @@ def vocab_logprob(
     vocab_size: int | None = None,
     group: dist.ProcessGroup | None = None,
     temperature: float | Tensor = 1.0,
-    ignore_index: int = -100,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprob, entropy, sum_p_sq) of softmax(logits / temperature), float32 [T], all differentiable.
 
     logits: float32 or bfloat16 [T, V_local], this rank's columns of the vocabulary from id vocab_start on.
     Arithmetic is float32.
-    target: int64 [T], global ids, equal on every rank of `group`.
+    target: int64 [T], global ids, equal on every rank of `group`. Rows with the target -100 (IGNORED) give 0
+    and receive a gradient of 0, even if their logits are NaN.
     vocab_size: the true size; columns whose id is not below it are padding and are left out.
     temperature: a number or float32 [T], > 0.
-    ignore_index: rows with this target give 0 and receive a gradient of 0, even if their logits are NaN.
     overwrite: the backward writes the gradient over the logits instead of into new memory. Use it if the
     module that produced the logits does not need them in its own backward, such as a linear layer.
 
@@ -50,7 +49,7 @@ def vocab_logprob(
     """
     check("logits", logits, logits.device, (torch.float32, torch.bfloat16), (None, None))
     check("target", target, logits.device, (torch.int64,), (len(logits),))
-    shard = Shard.of(target, logits.shape[1], vocab_start, vocab_size, temperature, ignore_index)
+    shard = Shard.of(target, logits.shape[1], vocab_start, vocab_size, temperature)
     out: tuple[Tensor, Tensor, Tensor] = _VocabLogprob.apply(  # type: ignore[no-untyped-call]
         logits, shard, group, overwrite
     )
@@ -105,11 +104,11 @@ def merge_shards(statistics: Tensor, shard: Shard) -> Tensor:
         out = torch.empty(6, rows, dtype=torch.float32, device=statistics.device)
         if not has_data(statistics):
             return out
-        settings = (shards, rows, shard.target, shard.ignore_index)
+        settings = (shards, rows, shard.target, IGNORED)
         extension.run("vocab_merge", statistics.device, statistics, *settings, out)
         missing_T = None if out.is_cuda else out[5].view(torch.uint8)[:rows]
     else:
-        m, ignored_T = merge(statistics), shard.target == shard.ignore_index
+        m, ignored_T = merge(statistics), shard.target == IGNORED
         values = [x.masked_fill(ignored_T, 0) for x in (m.logprob_T, m.entropy_T, m.sum_p_sq_T)]
         out = torch.stack([*values, m.max_T, m.log_sum_T, m.missing_T.float()])
         missing_T = m.missing_T & ~ignored_T
@@ -117,7 +116,7 @@ def merge_shards(statistics: Tensor, shard: Shard) -> Tensor:
         row = int(missing_T.nonzero()[0])
         raise ValueError(
             f"target[{row}]={int(shard.target[row])} lies outside every shard's columns; "
-            "pass global ids below vocab_size, or ignore_index"
+            "pass global ids below vocab_size, or -100"
         )
     return out
 
@@ -132,7 +131,7 @@ def write_gradient(
     g_T, h_T, c_T = cotangents
     if not extension.applies(logits):
         place = (shard.target, shard.temperature_T, shard.vocab_start, shard.valid)
-        ignored_T = shard.target == shard.ignore_index
+        ignored_T = shard.target == IGNORED
         return out.copy_(logits_gradient(logits, *place, Merged(*merged), ignored_T, (g_T, h_T, c_T)))
     if has_data(logits):
         dense = [None if x is None else x.contiguous() for x in (g_T, h_T, c_T)]

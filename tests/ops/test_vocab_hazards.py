@@ -139,7 +139,7 @@ def sharded(logits, target, cuts, **settings):
     shards, statistics = [], []
     for start, stop in zip([0, *cuts], [*cuts, logits.shape[1]], strict=True):
         valid = max(0, min(stop, settings["valid"]) - start)
-        shards.append(Shard(target, settings["temperature"], start, valid, -100))
+        shards.append(Shard(target, settings["temperature"], start, valid))
         statistics.append(local_statistics(logits[:, start:stop].contiguous(), shards[-1]))
     merged = merge_shards(torch.stack(statistics), shards[0])
     cotangents = [torch.full((len(logits),), i + 1.0) for i in range(3)]
@@ -174,16 +174,6 @@ def test_a_target_outside_every_shard_is_an_error_or_a_nan_row(raises):
             assert ops.vocab_logprob(logits, target)[0].isnan().tolist() == [False, True, False]
 
 
-def test_any_number_may_be_the_ignore_index():
-    logits, target = rows(4, 300)
-    logits[2] = NAN
-    for ignored in (-100, -1, 7, 300):
-        target[2] = ignored
-        target[[0, 1, 3]] = torch.tensor([5, 6, 8])
-        out = logprob_and_gradient(logits, target, ignore_index=ignored)
-        assert all(x[2].eq(0).all() and x.isfinite().all() and x[0].any() for x in out)
-
-
 @pytest.mark.row_alone
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_row_has_its_own_temperature(dtype):
@@ -202,7 +192,7 @@ def test_every_row_has_its_own_temperature(dtype):
 def test_a_bfloat16_gradient_is_the_float32_one_rounded_to_nearest(columns):
     logits, target = rows(20, columns)
     logits = logits.bfloat16()
-    shard = Shard(target, 0.5 + uniform(20), 0, columns, -100)
+    shard = Shard(target, 0.5 + uniform(20), 0, columns)
     merged = merge_shards(local_statistics(logits, shard)[None], shard)
     cotangents = [normal(20, seed=i) for i in range(3)]
     narrow, wide = (write_gradient(x, shard, merged, cotangents, x.clone()) for x in (logits, logits.float()))
