@@ -10,15 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.layouts.cases import Case, cases
 from megatron_stppo.evidence.layouts.measure import NUMBERS, Measured, measure, random_batch
-from megatron_stppo.observe.metrics import progress
-from megatron_stppo.parallel.collectives import broadcast_bytes
+from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 
@@ -61,16 +58,22 @@ def compare(config: Config, output: Path | None = None) -> int:
     tolerance = TOLERANCES[process.dtype(config)]
     first: Measured | None = None
     rows: list[dict[str, Any]] = []
-    for case in progress(found, "check-layouts", rank == 0):
+    for case in found:
         measured = measure(case, config, shape, batch, None if first is None else first.logprob_T)
         first = first or measured
         rows.append(compare_case(case, world, measured, first, tolerance))
+        if rank == 0:
+            print(_line(rows[-1]), flush=True)
+    broken = broadcast_record(sum(bool(row["broken"]) for row in rows), int, source=0)
     if rank == 0:
-        _show(rows, tolerance, Console(width=None if Console().is_terminal else 150))
+        print(
+            f"{len(rows)} cases, {broken} differ. Allowed: log-probs {tolerance.logprob:g} nats, numbers "
+            f"{tolerance.number:g} relative, weights {tolerance.weights:g} of the change of a tensor."
+        )
         if output is not None:
             about = {"dtype": str(process.dtype(config)), "ranks": world, "tolerance": vars(tolerance)}
             output.write_text(json.dumps(about | {"cases": rows}, indent=1) + "\n")
-    return int(broadcast_bytes(str(sum(bool(row["broken"]) for row in rows)).encode(), 0))
+    return broken
 
 
 def compare_case(
@@ -114,22 +117,12 @@ def _weights_apart(measured: Measured, first: Measured) -> dict[str, float]:
     return apart
 
 
-def _show(rows: list[dict[str, Any]], limit: Tolerance, console: Console) -> None:
-    table = Table(
-        "layout, tokens per microbatch", title="The same step under other layouts", title_justify="left"
-    )
-    for title in ("log-prob", "numbers", "weights"):
-        table.add_column(f"difference:\n{title}", justify="right")
-    table.add_column("verdict")
-    for row in rows:
-        apart = row["apart"]
-        largest = (apart["logprob"], max(apart[name] for name in NUMBERS), apart["weights"])
-        named = [f"weights ({row['tensor']})" if name == "weights" else name for name in row["broken"]]
-        verdict = f"[red]differs: {', '.join(named)}[/]" if named else "[green]same[/]"
-        table.add_row(row["case"], *(f"{x:.1e}" for x in largest), verdict)
-    console.print(table)
-    console.print(
-        f"{len(rows)} cases, {sum(bool(row['broken']) for row in rows)} differ. Allowed: log-probs "
-        f"{limit.logprob:g} nats, numbers {limit.number:g} relative, weights {limit.weights:g} of the change "
-        "of a tensor."
-    )
+def _line(row: dict[str, Any]) -> str:
+    """Return the largest differences of a case in one line, and its verdict."""
+    apart = row["apart"]
+    largest = {"log-prob": apart["logprob"], "numbers": max(apart[name] for name in NUMBERS)}
+    largest["weights"] = apart["weights"]
+    numbers = "".join(f"{f'{name} {value:.1e}':20}" for name, value in largest.items())
+    named = [f"weights ({row['tensor']})" if name == "weights" else name for name in row["broken"]]
+    verdict = f"differs: {', '.join(named)}" if named else "same"
+    return f"{row['case']:40}{numbers}{verdict}"
