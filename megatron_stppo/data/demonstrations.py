@@ -116,18 +116,13 @@ def read(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> lis
     file, row (from 1), field and remedy.
     """
     scripts: list[Demonstration] = []
-    left = max_tokens
-    rows = _rows(path)
-    while chunk := list(islice(rows, CHUNK)):
+    left, rows = max_tokens, _rows(path)
+    while left >= 0 and (chunk := list(islice(rows, CHUNK))):
         for script in encode(chunk, tokenizer):
-            if len(script) > left:
-                return _nonempty(scripts, path, max_tokens)
             left -= len(script)
+            if left < 0:
+                break
             scripts.append(script)
-    return _nonempty(scripts, path, max_tokens)
-
-
-def _nonempty(scripts: list[Demonstration], path: Path, max_tokens: int) -> list[Demonstration]:
     if not scripts:
         raise ConfigError(
             f"data.demonstrations={path}: no row fits in cold_start.tokens={max_tokens}; "
@@ -138,25 +133,21 @@ def _nonempty(scripts: list[Demonstration], path: Path, max_tokens: int) -> list
 
 def _rows(path: Path) -> Iterator[Row | AgentRow]:
     for where, row in jsonl.rows(path, "data.demonstrations"):
-        yield _row(row, f"data.demonstrations={where}")
+        try:
+            yield validated(row)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"])) or "row"
+            raise ConfigError(
+                f"data.demonstrations={where}: {field}: {first['msg']}; give prompt, segments (text, kind "
+                "turn|observation) and stage, or messages, tools and stage"
+            ) from None
 
 
 def validated(row: Any) -> Row | AgentRow:
     """Return the record of a row; one with `messages` is an agent's. Raises ValidationError."""
     is_agents = isinstance(row, dict) and "messages" in row
     return (AgentRow if is_agents else Row).model_validate(row)
-
-
-def _row(row: Any, where: str) -> Row | AgentRow:
-    try:
-        return validated(row)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "row"
-        raise ConfigError(
-            f"{where}: {field}: {first['msg']}; give prompt, segments (text, kind turn|observation) and "
-            "stage, or messages, tools and stage"
-        ) from None
 
 
 def encode(rows: Sequence[Row | AgentRow], tokenizer: PreTrainedTokenizerBase) -> list[Demonstration]:

@@ -99,7 +99,7 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
         exchange=moves,
         host=HostUse.of(use, shape, gpu.per_node),
         bounds=bounds(use, shape, engine, moves.seconds, gpu),
-        broken=tuple(broken(use, engine, moves.staging, gpu)),
+        broken=tuple(broken(use, gpu, engine, moves.staging)),
     )
 
 

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from megatron_stppo.config import Config
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.plan.hardware import GIB, Gpu
 from megatron_stppo.plan.usage import EngineUse, StageUse, TrainingUse
 
+NO_ENGINE = EngineUse(0, 0, 0, 1)  # of GPUs that train and do not serve
 
-def broken(use: TrainingUse, engine: EngineUse, staging: int, gpu: Gpu) -> list[str]:
-    """Return the violated limits, in the order in which a run would reach them; empty if the run fits.
+
+def broken(use: TrainingUse, gpu: Gpu, engine: EngineUse = NO_ENGINE, staging: int = 0) -> Iterator[str]:
+    """Yield the violated limits, in the order in which a run would reach them: a line for every phase that
+    does not fit, about the stage that needs most memory.
 
     staging: bytes of the reshard's buffers.
     """
-    phases: tuple[Phase, ...] = ("rollout", "reshard", "score", "update")
-    return [*serving_limit(use.config, engine, gpu), *_phases(use, engine, staging, gpu, phases)]
-
-
-def training_limits(use: TrainingUse, gpu: Gpu) -> list[str]:
-    """Return the violated limits of GPUs that train and do not serve."""
-    return list(_phases(use, EngineUse(0, 0, 0, 1), 0, gpu, ("score", "update")))
+    serves: tuple[Phase, ...] = ()
+    if engine != NO_ENGINE:
+        yield from serving_limit(use.config, engine, gpu)
+        serves = ("rollout", "reshard")
+    offload = use.config.update.offload
+    for phase in (*serves, "score", "update"):
+        fullest = max(use.stages, key=lambda one: one.totals(engine, staging, offload)[phase])
+        taken = fullest.totals(engine, staging, offload)[phase]
+        if taken > gpu.usable:
+            where = f" of pipeline stage {fullest.stage}" if use.layout.pipeline > 1 else ""
+            yield (
+                f"{_remedy(use, phase, fullest, engine, gpu)} ({phase} needs {_gib(taken)} on a "
+                f"GPU{where}, which has {_gib(gpu.usable)})"
+            )
 
 
 def serving_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
@@ -38,22 +48,6 @@ def serving_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
             f"the keys and values of rollout.max_context={config.max_context} tokens; choose {remedy}larger "
             f"rollout.engine_tensor than {config.engine_tensor}"
         )
-
-
-def _phases(
-    use: TrainingUse, engine: EngineUse, staging: int, gpu: Gpu, phases: Iterable[Phase]
-) -> Iterator[str]:
-    """Yield a line for every phase that does not fit, about the stage that needs most memory."""
-    offload = use.config.update.offload
-    for phase in phases:
-        fullest = max(use.stages, key=lambda one: one.totals(engine, staging, offload)[phase])
-        taken = fullest.totals(engine, staging, offload)[phase]
-        if taken > gpu.usable:
-            where = f" of pipeline stage {fullest.stage}" if use.layout.pipeline > 1 else ""
-            yield (
-                f"{_remedy(use, phase, fullest, engine, gpu)} ({phase} needs {_gib(taken)} on a "
-                f"GPU{where}, which has {_gib(gpu.usable)})"
-            )
 
 
 def _remedy(use: TrainingUse, phase: Phase, stage: StageUse, engine: EngineUse, gpu: Gpu) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from megatron_stppo.base.types import Trajectory
@@ -13,7 +14,7 @@ from megatron_stppo.observe import trajectory_log
 from megatron_stppo.observe.trajectory_files import recorded
 from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
 from megatron_stppo.plan.hardware import H100, Gpu
-from megatron_stppo.plan.limits import serving_limit, training_limits
+from megatron_stppo.plan.limits import broken, serving_limit
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Workload
@@ -85,7 +86,7 @@ class Planner:
         for trainer in trainers:
             problems = [*serving_limit(self._serving, self._replica, self.gpu)] or [
                 f"{trainer} GPUs for training: {line}"
-                for line in training_limits(self._use(trainer), self.gpu)[:1]
+                for line in islice(broken(self._use(trainer), self.gpu), 1)
             ]
             if problems:
                 left_out += problems

@@ -54,7 +54,7 @@ def limits(folder: str) -> dict[str, list[str]]:
 
     def lines(memory: int, engine: Any = engine, config: Any = config) -> list[str]:
         gpu = replace(H100, memory=memory, reserve=0)
-        return broken(replace(made.use, config=config), engine, 0, gpu)
+        return list(broken(replace(made.use, config=config), gpu, engine))
 
     return {
         "all": list(made.broken),
