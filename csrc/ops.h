@@ -17,7 +17,7 @@ constexpr int SURROGATE_TOTALS = 10, SEGMENT_SUMS = 4;
 // The work, tokens + segments, is divided into tiles with a partial sum each. The tile is the smallest of 1,024, 2,048
 // and 4,096 that makes at most SURROGATE_MOST_TILES tiles, else 4,096: a smaller tile is faster as long as the GPU runs
 // all tiles at once. On an H100, tiles of 1,024 / 2,048 / 4,096 take 11.2 / 13.3 / 17.9 us for 4,096 tokens in turns,
-// 18.2 / 18.4 / 23.3 us for 524,288, and 89.5 / 66.0 / 59.4 us for 4,194,304 (docs/performance.md). The tile depends on
+// 18.2 / 18.4 / 23.3 us for 524,288, and 89.5 / 66.0 / 59.4 us for 4,194,304. The tile depends on
 // the size of the input alone, and not on the GPU, so that the bits of the sums do not depend on the GPU either.
 constexpr int SMALLEST_TILE_LOG2 = 10, LARGEST_TILE_LOG2 = 12;
 constexpr int64_t SMALLEST_TILE = int64_t(1) << SMALLEST_TILE_LOG2, LARGEST_TILE = int64_t(1) << LARGEST_TILE_LOG2;

@@ -121,7 +121,7 @@ def _learner(config: Any, shape: Any, mesh: Any) -> Any:
 
     def trainer(role: Any, settings: Any) -> Trainer:
         chunks = build.build(role, shape, config, mesh, torch.bfloat16)
-        return Trainer(build.data_parallel(chunks, config, settings.distributed), settings, 1)
+        return Trainer(build.data_parallel(chunks, settings.distributed), settings, 1)
 
     actor = trainer("actor", config.update.actor)
     critic = trainer("critic", config.update.critic)

@@ -25,7 +25,7 @@ process.prepare = _is_prepared
 
 import megatron_stppo.evidence.audit.audit  # noqa: E402  after prepare: they import megatron
 import megatron_stppo.observe.report.page  # noqa: E402
-import megatron_stppo.replicas.replica.start  # noqa: E402  # noqa: E402
+import megatron_stppo.replicas.replica.start  # noqa: E402
 import megatron_stppo.replicas.trainer.start  # noqa: E402
 import megatron_stppo.training.colocated  # noqa: E402
 import megatron_stppo.training.evaluate  # noqa: E402

@@ -256,12 +256,10 @@ def trainer(
     settings = config.update.optimizer(role)
     model = from_hf(role, shape, config, mesh, dtype, trunk)
     updates = config.run.iterations * config.update.epochs * config.update.minibatches
-    return Trainer(data_parallel(model, config, settings.distributed), settings, updates)
+    return Trainer(data_parallel(model, settings.distributed), settings, updates)
 
 
-def data_parallel(
-    model: Sequence[TokenModel], config: Config, distributed_optimizer: bool
-) -> list[DistributedDataParallel]:
+def data_parallel(model: Sequence[TokenModel], distributed_optimizer: bool) -> list[DistributedDataParallel]:
     """Wrap a trained model in megatron's data parallelism.
 
     The main gradients are float32. They are summed (not averaged) over the data and context parallel ranks.

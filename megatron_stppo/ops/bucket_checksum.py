@@ -56,35 +56,30 @@ class BucketChecksum:
     def __init__(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
         self._pairs = [(t.detach(), dtype) for t, dtype in zip(tensors, dtypes, strict=True)]  # kept alive
         self._device = tensors[0].device if tensors else torch.device("cpu")
-        self._tables = self._described(range(len(self._pairs)))
+        self._tables = self._described()
 
-    def __call__(self, chosen: Sequence[int] | None = None) -> Tensor:
-        """Return the `checksum` of each chosen tensor, int64 [chosen].
-
-        chosen: indices of tensors. None: all tensors, for which the stored descriptions are used.
-        """
-        wanted = range(len(self._pairs)) if chosen is None else chosen
-        sums = torch.zeros(len(wanted), dtype=torch.int64, device=self._device)
+    def __call__(self) -> Tensor:
+        """Return the `checksum` of each tensor, int64 [tensors]."""
+        sums = torch.zeros(len(self._pairs), dtype=torch.int64, device=self._device)
         if extension.applies(sums):
-            tables, others = self._tables if chosen is None else self._described(chosen)
+            tables, others = self._tables
             for kind, slices, owners in tables if has_data(sums) else ():
                 counts = slices, len(slices), owners, len(owners)
                 counters = extension.tickets(sums.device, 3 * len(slices))
                 extension.run("bucket_checksum", sums.device, *counts, *kind, sums, counters)
         else:
-            others = [(place, self._pairs[index]) for place, index in enumerate(wanted)]
+            others = list(enumerate(self._pairs))
         for place, pair in others:
             sums.select(0, place).add_(checksum(*pair))
         return sums
 
     def _described(
-        self, chosen: Sequence[int]
+        self,
     ) -> tuple[list[tuple[tuple[int, int], Tensor, Tensor]], list[tuple[int, tuple[Tensor, torch.dtype]]]]:
         """Return ([(types, *records of csrc)], [(place, pair that csrc does not support)])."""
         records: dict[tuple[int, int], list[list[int]]] = {}
         others = []
-        for place, index in enumerate(chosen):
-            tensor, dtype = self._pairs[index]
+        for place, (tensor, dtype) in enumerate(self._pairs):
             if not expressible(tensor) or dtype not in extension.DTYPES:
                 others.append((place, (tensor, dtype)))
             elif tensor.numel():

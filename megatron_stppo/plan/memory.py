@@ -132,7 +132,7 @@ class RankModels:
         settings = config.update.optimizer(role)
         before = meter.rest()
         chunks = self._build(role)
-        trainer = Trainer(build.data_parallel(chunks, config, settings.distributed), settings, 1)
+        trainer = Trainer(build.data_parallel(chunks, settings.distributed), settings, 1)
         weights, gradients = _bytes(_trained(chunks)), _bytes(trainer.gradient_buffers())
         optimizer = _bytes(trainer.states(), besides=_trained(chunks))
         resident = meter.rest() - before

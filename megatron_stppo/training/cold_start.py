@@ -64,7 +64,6 @@ def cold_start(config: Config) -> None:
     with timed("model", first_rank):
         model = build.data_parallel(
             build.from_hf("actor", shape, config, mesh, process.dtype(config)),
-            config,
             distributed_optimizer=True,
         )
     optimizer = OptimizerConfig(

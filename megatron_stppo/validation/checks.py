@@ -1,6 +1,6 @@
 """Check a configuration before a model is built: files, layout, divisibility.
 
-Every function raises ConfigError with field, value and remedy. Uses neither torch nor a process group: every
+Every function raises ConfigError with field, value and remedy. Uses no process group: every
 rank checks on its own and gets the same result.
 """
 

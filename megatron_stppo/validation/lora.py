@@ -1,4 +1,4 @@
-"""Check `model.lora` against the model. Uses neither torch nor a process group."""
+"""Check `model.lora` against the model. Uses no process group."""
 
 from __future__ import annotations
 

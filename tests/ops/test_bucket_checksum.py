@@ -47,17 +47,13 @@ def views(draw):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(views(), max_size=6), st.data())
-def test_every_sum_agrees_with_the_definition(cases, data):
+@given(st.lists(views(), max_size=6))
+def test_every_sum_agrees_with_the_definition(cases):
     tensors, dtypes = [tensor for tensor, _ in cases], [dtype for _, dtype in cases]
     expected = [by_definition(tensor.to(dtype)) for tensor, dtype in cases]
     prepared = ops.BucketChecksum(tensors, dtypes)
     assert prepared().tolist() == expected
     assert [int(ops.checksum(*case)) for case in cases] == expected
-    chosen = data.draw(
-        st.lists(st.integers(0, len(cases) - 1), max_size=4, unique=True) if cases else st.just([])
-    )
-    assert prepared(chosen).tolist() == [expected[i] for i in chosen]
 
 
 @pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1, 5 * PIECE + 3])

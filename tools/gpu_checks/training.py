@@ -190,7 +190,7 @@ def cold_start() -> dict[str, Any]:
     config = configuration(model, model={"dtype": "bfloat16"})
     mesh, shape = process.start(config), read_shape(model)
     weights = build.from_hf("actor", shape, config, mesh, process.dtype(config))
-    parallel = build.data_parallel(weights, config, distributed_optimizer=True)
+    parallel = build.data_parallel(weights, distributed_optimizer=True)
     steps, scripts = (200, 64) if gpu else (40, 8)
     trainer = Trainer(parallel, OptimizerConfig(lr=3e-3), steps)
     head = PolicyHead.of(parallel, mesh, shape.vocab, float32_logits=True)
