@@ -130,7 +130,7 @@ def logits_gradient(
             at_target = gradient.gather(1, column_T[rows, None]).squeeze(1)
             gradient -= g_T[rows, None] * p
             at_target = at_target - g_T[rows] * torch.expm1(merged.logprob_T[rows])
-            where_owned = torch.nonzero(owned_T[rows]).squeeze(1)
+            where_owned = owned_T[rows].nonzero()[:, 0]
             gradient[where_owned, column_T[rows][where_owned]] = at_target[where_owned]
         gradient /= temperature_T[rows, None]
         out[rows, :valid] = gradient.masked_fill_(ignored_T[rows, None], 0)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo import ops
-from megatron_stppo.algorithm.vocabulary import merge, shard_statistics
+from megatron_stppo.algorithm.vocabulary import logits_gradient, merge, shard_statistics
 from tests.ops.sharded import VOCABULARY, evaluate, on_a_rank, whole_logits
 from tests.ranks import run_ranks
 
@@ -45,6 +45,15 @@ def test_merge_of_any_shards_equals_one_shard(widths, seed):
     for name in ("logprob_T", "entropy_T", "sum_p_sq_T"):
         torch.testing.assert_close(getattr(merged, name), getattr(whole, name), rtol=1e-5, atol=2e-6)
     assert not merged.missing_T.any()
+    cotangents = tuple(torch.randn(4, generator=generator) for _ in range(3))
+    no_T = torch.zeros(4, dtype=torch.bool)
+    expected = logits_gradient(logits, target, temperature, 0, total, whole, no_T, cotangents)
+    start = 0
+    for width in [*widths, 1]:
+        part = logits[:, start : start + width]
+        found = logits_gradient(part, target, temperature, start, width, whole, no_T, cotangents)
+        torch.testing.assert_close(found, expected[:, start : start + width])
+        start += width
 
 
 def test_one_shard_of_several_without_a_group_refuses_other_shards_targets():

@@ -209,3 +209,32 @@ def test_a_dropped_group_that_is_not_admitted_now_is_admitted_again() -> None:
     batches = list(again.batches(0, 5))
     assert [groups(batch) for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
     assert again.book.taken.dropped == []
+
+
+def test_groups_that_take_a_place_again_after_the_bound_was_lowered_get_random_numbers_of_their_own() -> None:
+    run = Run(Terms(2, SAMPLES, 1, resample=1), flat_tasks(0))
+    run.note(0, run.book.admit(0))  # groups 0 to 3
+    for step in range(4):
+        run.finish_one(step)
+    assert [a.number // SAMPLES for a in run.book.resample()] == [4, 4], "in the place of group 0"
+    state = json.loads(json.dumps(run.book.state() | {"iteration": 0}))
+    again = Run(Terms(2, SAMPLES, 0, resample=1), flat_tasks(0))
+    again.book.restore(state, decode_episodes(encode_episodes(run.book.kept())))  # groups 1 and 2 are open
+    again.note(0, again.book.unfinished())
+    list(again.batches(0, 3))
+    seeds = {(episode.seed, episode.place) for _, episode in again.admitted.values()}
+    assert len(seeds) == len(again.admitted)
+
+
+def test_dropped_groups_are_numbered_in_the_order_of_their_admission() -> None:
+    book = Ledger(TaskCursor(TASKS, seed=0), Terms(2, SAMPLES, 1, "completion", resample=1))
+    book.admit(0)
+    for number, reward in ((2, 1.0), (3, 1.0), (0, 0.5), (1, 0.5)):  # group 1, then group 0
+        turn = Turn((7,), (-0.5,), (), reward, ((0, 1),))
+        book.finish(number, Trajectory(TASKS[0], (number,), (turn,), "ok"))
+    book.resample()
+    for number in (4, 5, 6, 7):  # groups 2 and 3
+        turn = Turn((7,), (-0.5,), (), float(number % 2), ((0, 1),))
+        book.finish(number, Trajectory(TASKS[0], (number,), (turn,), "ok"))
+    assert book.batch() is not None and book.taken == Taken([2, 3], [[1, 0]])
+    assert [(s.group, s.reward) for s in book.dropped] == [(0, 0.5), (0, 0.5), (1, 1.0), (1, 1.0)]

@@ -143,9 +143,9 @@ def _turns(batch: Batch) -> tuple[Tensor, Tensor]:
 def _quantile(value: Tensor, at: float) -> float:
     """Return the quantile by nearest rank: the least x such that at least a share `at` of the values is <= x.
 
-    Returns NaN if any value is NaN.
+    at: above 0. Returns NaN if any value is NaN.
     """
     if bool(value.isnan().any()):
         return float("nan")
-    rank = max(1, int(torch.ceil(torch.tensor(at * len(value), dtype=torch.float64))))
+    rank = int(torch.ceil(torch.tensor(at * len(value), dtype=torch.float64)))
     return float(value.kthvalue(rank).values)

@@ -31,12 +31,10 @@ def observe(
     from megatron_stppo.config import Config, ConfigError
     from megatron_stppo.model import build
     from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.plan.exchange import applied_bytes
     from megatron_stppo.rollout.vllm.engine_adapters import lora_arguments
     from megatron_stppo.training.colocated import build_engine, engine_sync
     from megatron_stppo.weights.sharding.hf_names import read_shape
-    from megatron_stppo.weights.sharding.low_rank import ServedAdapters, fill, served_adapters
-    from megatron_stppo.weights.sharding.spans import serving_layouts
+    from megatron_stppo.weights.sharding.low_rank import ServedAdapters, fill
 
     rollout = {"engine_tensor": engine_tensor, "max_context": CONTEXT, "max_sequences": 16}
     given = {"model": {"path": folder, "lora": lora}, "parallel": parallel}
@@ -52,9 +50,6 @@ def observe(
         lora_arguments(ServedAdapters(4, ("q_proj",), alone=True), UnspecifiedPlatform())
     except ConfigError as error:
         seen["no LoRA"] = str(error)
-    spans = serving_layouts(shape, mesh.world, engine_tensor)[mesh.rank]
-    planned = applied_bytes(spans, shape, served_adapters(config.model.lora, shape), torch.float32.itemsize)
-    seen["bytes"] = planned, bytes_of_adapters(engine)
     parameters, of_version_1 = build.named_parameters(learner.policy), values(folder, lora)
     for turn, version in enumerate((0, 1, 1, 1)):
         sync.sync(version)
@@ -77,12 +72,6 @@ def observe(
         for name, spans in build.adapters_of_rank(shape, config, mesh.layout, mesh.rank).items():
             fill(parameters[name], spans, of_version_1.__getitem__)
     return seen
-
-
-def bytes_of_adapters(engine: Any) -> int:
-    """Return the bytes of A and B in vLLM's tensors on this rank."""
-    layers = engine._adapters._manager.modules.values()
-    return sum(t.nbytes for layer in layers for t in (*layer.lora_a_stacked, *layer.lora_b_stacked))
 
 
 def watch_for_the_old_model(engine: Any, seen: dict[str, Any]) -> None:

@@ -47,7 +47,6 @@ def test_engine_applies_the_adapters_of_the_trainer(tmp_path: Path, family: str)
         assert ranks[0][f"3 {number}"] == ranks[0][f"2 {number}"], "before and after the engine's sleep"
     assert ranks[0]["slots"] == [0] * len(families.PROMPTS[0])
     assert all(rank["old model is freed"] for rank in ranks), "before the new engine is built"
-    assert all(planned == held for planned, held in (rank["bytes"] for rank in ranks))
     assert ranks[0]["vLLM's ranks"] == LORA_RANKS
     engine_timeout, run_timeout = ranks[0]["timeouts"]
     assert engine_timeout == run_timeout, "build_engine passes the timeout of the configuration"
