@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping
@@ -115,8 +116,7 @@ def test_no_file_has_a_meaningless_name() -> None:
 def test_imports_are_at_the_top_of_their_file() -> None:
     wrong = []
     for path in sources():
-        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-        for function in ast.walk(tree):
+        for function in ast.walk(parse(path)):
             if (
                 isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
                 and not {str(path), path.parts[0]} & LAZY
@@ -186,11 +186,7 @@ def unit_of(path: Path) -> str:
 
 
 def edges() -> list[tuple[Path, str]]:
-    return [
-        (path, target)
-        for path in sources()
-        for target in targets(ast.parse((ROOT / path).read_text(encoding="utf-8")))
-    ]
+    return [(path, target) for path in sources() for target in targets(parse(path))]
 
 
 def targets(tree: ast.Module) -> Iterator[str]:
@@ -208,6 +204,7 @@ def targets(tree: ast.Module) -> Iterator[str]:
                 yield unit
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"))
 
@@ -216,9 +213,14 @@ def module_of(path: Path) -> str:
     return ".".join((ROOT.name, *path.with_suffix("").parts)).removesuffix(".__init__")
 
 
+@functools.cache
+def known_modules() -> frozenset[str]:
+    return frozenset(map(module_of, sources()))
+
+
 def modules(tree: ast.Module) -> Iterator[str]:
     """Yield the modules of this package that a file names in its imports."""
-    known = {module_of(path) for path in sources()}
+    known = known_modules()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             inner = [f"{node.module}.{alias.name}" for alias in node.names]

@@ -48,7 +48,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        name if name in ("tensor", "experts") else pytest.param(name, marks=pytest.mark.long)
+        for name in LAYOUTS
+    ],
+)
 def test_the_host_waits_only_where_the_document_says(
     layout: str, gpu: ProcessPoolExecutor, models: dict[str, str]
 ) -> None:

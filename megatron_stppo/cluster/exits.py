@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_stppo.base.errors import CannotRecord
+from megatron_stppo.base.files import replacing
 
 CANNOT_WRITE = 120
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the limit of a file's size
@@ -56,11 +57,10 @@ def report_to_torchrun(message: str, exit_code: int) -> None:
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        with suppress(OSError):  # the rank's own line is on stderr
-            Path(path).write_text(
-                json.dumps({"message": message, "timestamp": str(int(time.time())), "exit_code": exit_code}),
-                encoding="utf-8",
-            )
+        reason = {"message": message, "timestamp": str(int(time.time())), "exit_code": exit_code}
+        # suppressed: the rank's own line is on stderr. In one step: torchrun ends a rank while it writes.
+        with suppress(OSError), replacing(Path(path)) as scratch:
+            scratch.write_text(json.dumps(reason), encoding="utf-8")
 
 
 def has_process_groups() -> bool:

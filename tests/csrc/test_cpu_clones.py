@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=["x86-64-v3", "x86-64"])
+@pytest.fixture(scope="module", params=["x86-64-v3", pytest.param("x86-64", marks=pytest.mark.long)])
 def older(request, tmp_path_factory):
     if request.param == "x86-64-v3" and "AVX2" not in torch.backends.cpu.get_cpu_capability().replace(
         "512", "2"

@@ -21,7 +21,11 @@ def emulated(tmp_path_factory):
     return load("emulated", once(tmp_path_factory, "emulated", build_emulated_cuda))
 
 
-@pytest.fixture(scope="module", params=["rising", "falling", "shuffled"], autouse=True)
+@pytest.fixture(
+    scope="module",
+    params=["rising", pytest.param("falling", marks=pytest.mark.long), "shuffled"],
+    autouse=True,
+)
 def implementation(request, emulated):
     ctypes.CDLL(emulated.__file__).emulator_set_order(["rising", "falling", "shuffled"].index(request.param))
     counters = torch.zeros(1 << 16, dtype=torch.int32)

@@ -34,7 +34,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("one process", "tensor", "context") else pytest.param(name, marks=pytest.mark.long)
+        for name in CASES
+    ],
+)
 def test_both_sources_of_old_log_probs_train_the_same_bit_for_bit(
     name: str, model: str, tmp_path: Path
 ) -> None:
