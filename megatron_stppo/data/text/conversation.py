@@ -50,7 +50,8 @@ def encode_after(
     if end is None:
         raise ConfigError(
             "model.path: its chat template does not end the assistant's messages with an end-of-text "
-            "token, so that the tokens that were sampled cannot be continued; change the template"
+            "token, so that the tokens that were sampled cannot be continued; change the template, or set "
+            "environment.after_end=text if the environment is no agent"
         )
     return ids[end + 1 :] if ids[end] == last_id else ids[end:]
 

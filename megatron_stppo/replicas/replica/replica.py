@@ -137,8 +137,8 @@ class Replica:
             self._first.host.renew_patience()
 
     def _begun(self, assignment: Assignment) -> InProgress:
-        episode = Episode(assignment.task, assignment.group, self._limits, self._engine.tokenizer)
-        a = assignment
+        a, engine = assignment, self._engine
+        episode = Episode(a.task, a.group, self._limits, engine.tokenizer, engine.end_ids)
         return InProgress(a.number, episode, a.seed, a.place, a.temperature, a.top_p)
 
     def _report(self, ended: Sequence[InProgress]) -> None:

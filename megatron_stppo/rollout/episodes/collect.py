@@ -88,7 +88,9 @@ def collect(
     started = [
         InProgress(
             index,
-            Episode(task, number if groups is None else groups[index], settings.limits, tokenizer),
+            Episode(
+                task, number if groups is None else groups[index], settings.limits, tokenizer, engine.end_ids
+            ),
             seed,
             number,
             settings.temperature,

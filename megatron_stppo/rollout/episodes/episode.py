@@ -6,6 +6,8 @@ therefore have the same tokens without exchanging them.
 - The prompt is the chat template applied to the environment's messages (data/text/chat.py: special tokens in
   a message are plain text). Nothing is tokenised twice: turns are the engine's token ids, and an observation
   is encoded once, with special tokens in it as plain text.
+- An observation is a part of the assistant's message. After a turn that ended with an end-of-text token it is
+  a message of the user instead, in the form of the chat template, unless `environment.after_end` is `text`.
 - A turn cut by the limit on its tokens goes to the environment unchanged. It rarely parses and is then an
   invalid action. If the context is full instead, the episode ends as truncated. It also ends as truncated if
   an observation leaves no room for an answer; that observation is dropped, because the policy never reads it.
@@ -18,7 +20,7 @@ therefore have the same tokens without exchanging them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +28,7 @@ from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Branch, Message, Outcome, Task, Trajectory, Turn
 from megatron_stppo.config import Config
 from megatron_stppo.data.text.chat import encode_chat
+from megatron_stppo.data.text.conversation import encode_after
 from megatron_stppo.data.text.plain_text import decode_plain, encode_plain
 from megatron_stppo.environments.base import Completion, Request, StepResult
 from megatron_stppo.rollout.vllm.generation import Finished
@@ -37,17 +40,27 @@ _CLOSING = re.compile(r"</[A-Za-z_]{1,32}>\s{0,8}\Z")
 
 @dataclass(frozen=True)
 class Limits:
-    """Token counts, each at least 1. Example: Limits(2048, 500, 500, 7048)."""
+    """Token counts, each at least 1. Example: Limits(2048, 500, 500, 7048).
+
+    new_message: whether an observation after an end-of-text token is a message of the user.
+    """
 
     max_prompt_tokens: int
     max_turn_tokens: int
     max_observation_tokens: int
     max_context: int
+    new_message: bool = True
 
     @classmethod
     def of(cls, config: Config) -> Limits:
         r, e = config.rollout, config.environment
-        return cls(r.max_prompt_tokens, r.max_turn_tokens, e.max_observation_tokens, config.max_context)
+        return cls(
+            r.max_prompt_tokens,
+            r.max_turn_tokens,
+            e.max_observation_tokens,
+            config.max_context,
+            e.after_end == "message",
+        )
 
     @property
     def prompt(self) -> tuple[int, str]:
@@ -105,6 +118,8 @@ class Episode:
     group: int
     limits: Limits
     tokenizer: Any
+    ends: Collection[int] = ()  # ids of end-of-text tokens
+    messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt's, and those that began since
     stop_strings: tuple[str, ...] = ()
     histories: list[History] = field(default_factory=lambda: [History()])
     history: int = 0  # the number of the one that is continued
@@ -128,11 +143,11 @@ class Episode:
 
     def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
         """Tokenise the prompt. One that is too long, or that the chat template fails on, ends the episode."""
-        self.stop_strings = stop_strings
+        self.stop_strings, self.messages = stop_strings, [message.as_dict() for message in messages]
         try:
             ids = encode_chat(self.tokenizer, messages)
         except Exception as error:  # a template may fail in any way on messages that it was not written for
-            return self.end("error", one_line(f"the chat template failed: {type(error).__name__}: {error}"))
+            return self._end_of_template(error)
         self._current.begin(ids)
         limit, field = self.limits.prompt
         if len(ids) > limit:
@@ -190,11 +205,17 @@ class Episode:
         self._current.credit(result.reward)
         if result.request is not None:
             return self.ask(result.request)
-        ids = self._observe(result.observation)
+        try:
+            ids = self._observe(result.observation)
+        except Exception as error:
+            return self._end_of_template(error)
         if len(ids) < self._room:
             self._current.observe(ids)
         else:
             self.end("truncated", f"no room for {len(ids)} observation tokens and an answer")
+
+    def _end_of_template(self, error: Exception) -> None:
+        self.end("error", one_line(f"the chat template failed: {type(error).__name__}: {error}"))
 
     def end(self, outcome: Outcome, detail: str) -> None:
         assert self.outcome is None, f"episode ended twice: {self.outcome}, then {outcome}"
@@ -220,7 +241,29 @@ class Episode:
         )
 
     def _observe(self, text: str) -> tuple[int, ...]:
-        limit, ids = self.limits.max_observation_tokens, encode_plain(self.tokenizer, text)
+        """Return what the policy reads after the last turn, for an observation of the environment."""
+        limit = self.limits.max_observation_tokens
+        ids = self._shortened(text, limit)
+        if not self.limits.new_message or self.context[-1] not in self.ends:
+            return ids
+        self.messages.append({"role": "assistant", "content": "-"})  # its text has no effect on what follows
+        shown = text if len(ids) < limit else decode_plain(self.tokenizer, ids)
+        message = self._after_turn(shown)
+        if len(message) > limit:  # the limit is that of the whole message
+            ids = self._shortened(text, max(1, limit - (len(message) - len(ids))))
+            shown = decode_plain(self.tokenizer, ids)
+            message = self._after_turn(shown)
+        self.messages.append({"role": "user", "content": shown})
+        return message
+
+    def _after_turn(self, text: str) -> tuple[int, ...]:
+        """Return what follows the last turn if the user's next message is `text`."""
+        messages, last = [*self.messages, {"role": "user", "content": text}], self.context[-1]
+        return tuple(encode_after(self.tokenizer, messages, None, len(messages) - 2, last, self.ends))
+
+    def _shortened(self, text: str, limit: int) -> tuple[int, ...]:
+        """Return the token ids of an observation, at most `limit`."""
+        ids = encode_plain(self.tokenizer, text)
         if len(ids) <= limit:
             return tuple(ids)
         closing = _CLOSING.search(text)

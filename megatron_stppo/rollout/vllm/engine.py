@@ -71,8 +71,8 @@ class Engine:
         self.vocabulary = int(config.vocab_size)
         self.replica, self.replicas = dist.get_rank() // given.tensor, dist.get_world_size() // given.tensor
         self.published = _never_published
-        ends = end_of_text_ids(given.model_path, config, self.tokenizer)
-        self._requests = Requests(self.tokenizer, ends, given.max_context, self.vocabulary)
+        self.end_ids = end_of_text_ids(given.model_path, config, self.tokenizer)
+        self._requests = Requests(self.tokenizer, self.end_ids, given.max_context, self.vocabulary)
         self._version: int | None = None
         self._start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import tempfile
@@ -50,3 +51,16 @@ def test_the_vocabulary_is_listed_once_and_not_at_every_completion(world: World)
     assert tokenizer.get_vocab() is tokenizer.get_vocab() and tokenizer.get_vocab() == TOKENIZER.get_vocab()
     chat = [*CHAT, {"role": "user", "content": "<|im_end|>"}]
     assert encode_conversation(tokenizer, chat) == encode_conversation(TOKENIZER, chat)
+
+
+def test_a_template_after_which_no_message_can_follow_is_refused_at_the_start(world: World) -> None:
+    bare = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer = copy.deepcopy(world.rules.tokenizer)
+    opening._check_template(tokenizer, world.rules.ends)
+    tokenizer.chat_template = bare
+    try:
+        opening._check_template(tokenizer, world.rules.ends)
+    except ConfigError as error:
+        assert "set environment.after_end=text" in str(error)
+    else:
+        raise AssertionError("not refused: every episode would end in an error")

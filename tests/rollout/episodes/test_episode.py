@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.base.types import Message
+from megatron_stppo.data.text.chat import encode_chat
 from megatron_stppo.data.text.plain_text import encode_plain
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
@@ -166,3 +168,60 @@ def test_the_end_of_text_token_is_kept_as_an_id_and_is_not_in_the_text(
     episode.add_turn(finished)
     assert episode.completion(finished).text == "Paris"
     assert episode.histories[0].turns[0].token_ids[-1] == tokenizer.eos_token_id
+
+
+def test_an_observation_after_the_end_of_text_token_is_a_message_of_the_user(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """The whole conversation has the tokens of the template, with the policy's own in their place."""
+    end = tokenizer.eos_token_id
+    episode = Episode(
+        task(0), 0, replace(LIMITS, max_observation_tokens=60, max_context=300), tokenizer, [end]
+    )
+    episode.start(ASK, ())
+    said = [Message("assistant", "Paris"), Message("user", "which one?"), Message("assistant", "the old")]
+    said += [Message("user", f"Paris {END} is the capital")]
+    for first, second in ((said[0], said[1]), (said[2], said[3])):
+        episode.add_turn(turn(*encode_plain(tokenizer, first.content), end, reason="end"))
+        episode.answer(seen(second.content))
+    assert episode.context == encode_chat(tokenizer, [*ASK, *said])
+    written = [one.token_ids for one in episode.histories[0].turns]
+    assert written == [(*encode_plain(tokenizer, text), end) for text in ("Paris", "the old")]
+
+
+def test_after_another_end_an_observation_is_text_and_so_it_is_everywhere_if_that_is_chosen(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    end, paris = tokenizer.eos_token_id, tuple(tokenizer.encode("Paris"))
+    for limits, last, reason in ((LIMITS, 5, "stop"), (replace(LIMITS, new_message=False), end, "end")):
+        episode = Episode(task(0), 0, limits, tokenizer, [end])
+        episode.start(ASK, ())
+        episode.add_turn(turn(last, reason=reason))
+        episode.answer(seen("Paris"))
+        assert episode.histories[0].turns[0].observation_ids == paris
+
+
+def test_a_long_observation_is_cut_before_it_becomes_a_message(tokenizer: PreTrainedTokenizerFast) -> None:
+    end = tokenizer.eos_token_id
+    episode = Episode(task(0), 0, Limits(50, 8, 40, 120), tokenizer, [end])
+    episode.start(ASK, ())
+    episode.add_turn(turn(end, reason="end"))
+    text = "Paris is the capital. " * 20
+    episode.answer(seen(text))
+    shown = tokenizer.decode(episode.histories[0].turns[0].observation_ids)
+    before, after = "\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    assert shown.startswith(f"{before}Paris") and shown.endswith(after)
+    assert text.startswith(shown.removeprefix(before).removesuffix(after))
+    assert len(episode.histories[0].turns[0].observation_ids) == 40
+
+
+def test_a_template_that_fails_on_the_new_message_ends_the_episode_alone(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    strict, end = copy.deepcopy(tokenizer), tokenizer.eos_token_id
+    strict.chat_template += "{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}"
+    episode = Episode(task(0), 0, LIMITS, strict, [end])
+    episode.start(ASK, ())
+    episode.add_turn(turn(end, reason="end"))
+    episode.answer(seen("Paris"))
+    assert episode.outcome == "error" and "one message" in episode.detail
