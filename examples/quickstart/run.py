@@ -54,6 +54,9 @@ EXAMPLES = {
     "chain_sums": Example(SUMS / "build_sums.py", SUMS / "config.yaml"),
     "hosted_agent": Example(HOSTED / "build_hosted.py", HOSTED / "config.yaml"),
     "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
+    "smollm2": Example(
+        HERE.parent / "smollm2" / "build_problems.py", HERE.parent / "smollm2" / "config.yaml"
+    ),
 }
 OURS = ("run.py", "ledger.py", "stages.py", "keep_model.py")  # sources that do not affect the built files
 CORES = 2  # a rank, or a replica, on each
@@ -237,7 +240,7 @@ def held_out(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def show(summary: dict[str, Any], folder: Path) -> None:
-    table = Table(title=f"Held-out entities, seed {summary['seed']}", title_justify="left")
+    table = Table(title=f"Held-out tasks, seed {summary['seed']}", title_justify="left")
     for column in ("", "before", "after"):
         table.add_column(column, justify="right" if column else "left")
     before, after = summary["before"], summary["after"]

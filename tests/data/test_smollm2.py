@@ -1,0 +1,152 @@
+"""The calculator example: problems, environment, and an iteration with a random model of a GGUF file."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.base.types import Message, Task
+from megatron_stppo.config import EnvironmentConfig
+from megatron_stppo.data.demonstrations import Row, validated
+from megatron_stppo.environments.base import StepResult
+from tests.training.loop import small_run
+from tests.weights.gguf import written
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "smollm2"))
+import build_problems
+import calculator
+import problems
+
+del sys.path[0]
+
+EXAMPLE = Path(problems.__file__).parent
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("48+50*3", "198"),
+        (" 7 - 9 ", "-2"),
+        ("7/2", "3.5"),
+        ("6/4*2", "3"),
+        ("1/3", "0.333333"),
+        ("10-2-3", "5"),
+        ("1/0", None),
+        ("2**9", None),
+        ("9" * 7 + "+1", None),
+        ("1+2+3+4+5", None),
+        ("5", None),
+        ("__import__('os')", None),
+        ("1+1\n+1", None),
+        ("\u0661+1", None),
+    ],
+)
+def test_the_calculator_computes_expressions_of_whole_numbers_and_nothing_else(text, value):
+    assert calculator.compute(text) == value
+
+
+def test_problems_are_those_of_their_expressions_and_the_held_out_ones_have_other_wordings():
+    of = {
+        split: list(itertools.islice(problems.problems(split, random.Random(0)), 400))
+        for split in ("train", "test")
+    }
+    for kind, question, expression in itertools.chain.from_iterable(of.values()):
+        assert kind in problems.KINDS and "{" not in question
+        assert sorted(re.findall(r"\d+", question)) == sorted(re.findall(r"\d+", expression))
+        assert calculator.compute(expression) == str(eval(expression)) and eval(expression) >= 10
+    wordings = {
+        split: {re.sub(rf"\d+|{'|'.join((*problems.NAMES, *problems.THINGS))}", "_", q) for _, q, _ in found}
+        for split, found in of.items()
+    }
+    assert len(wordings["train"]) == 24 and len(wordings["test"]) == 8
+    assert not wordings["train"] & wordings["test"]
+
+
+def test_demonstrations_show_the_form_and_name_the_right_operators_by_chance():
+    rows = list(itertools.islice(build_problems.demonstrations(random.Random(0)), 400))
+    right = 0
+    for row in rows:
+        assert isinstance(validated(row), Row)
+        call, result, answer = (segment["text"] for segment in row["segments"])
+        assert result == f"= {calculator.compute(call[5:])}\n" and answer == f"answer: {result[2:]}"
+        question = row["prompt"][1]["content"]
+        right += any(calculator.compute(call[5:]) == t for t in targets(question))
+    assert right / len(rows) < 0.4
+
+
+def targets(question: str) -> list[str]:
+    """Return the value of the problem with this question."""
+    numbers = [int(number) for number in re.findall(r"\d+", question)]
+    for kind in problems.KINDS.values():
+        for wording in kind.wordings:
+            names = re.findall(r"\{([abcde])\}", wording)
+            pattern = re.escape(wording)
+            for name in "abcde":
+                pattern = pattern.replace(re.escape(f"{{{name}}}"), r"\d+")
+            pattern = pattern.replace(re.escape("{n}"), r"\w+").replace(re.escape("{o}"), r"\w+")
+            if re.fullmatch(pattern, question):
+                return [
+                    str(calculator.compute(kind.expression.format(**dict(zip(names, numbers, strict=True)))))
+                ]
+    raise AssertionError(question)
+
+
+def play(*actions: str, turns: int = 3) -> list[StepResult]:
+    environment = calculator.factory(EnvironmentConfig(kind="calculator:factory", max_turns=turns))()
+    task = Task("add", (Message("user", "How many?"),), ("81",), "train", 0)
+
+    async def episode() -> list[StepResult]:
+        await environment.reset(task, 0)
+        return [await environment.step(action) for action in actions]
+
+    return asyncio.run(episode())
+
+
+def test_the_reward_is_that_of_the_answer():
+    call, right = play("calc: 63+18\n", "answer:  81 \n\n")
+    assert (call.observation, call.done, call.reward, call.tool_calls) == ("= 81\n", False, 0.0, 1)
+    assert (right.done, right.reward, right.outcome, right.metrics) == (True, 1.0, "ok", {"calls": 1.0})
+    (wrong,) = play("answer: 45\n")
+    assert (wrong.reward, wrong.outcome, wrong.detail) == (0.0, "wrong", "45")
+
+
+def test_an_episode_without_an_answer_ends_with_its_last_turn():
+    first, second, last = play("calc: a\n", "answer: 81", "calc: 1+1\n")
+    assert [one.observation for one in (first, second)] == ["= error\n"] * 2
+    assert not first.valid and (last.done, last.outcome, last.detail) == (True, "wrong", "no answer")
+
+
+def test_an_iteration_runs_with_a_random_model_of_a_gguf_file(tmp_path, monkeypatch):
+    kind, architecture, special = written.FAMILIES["tied"]
+    # vLLM's attention on a CPU needs a head of 32 or more
+    monkeypatch.setitem(written.FAMILIES, "served", (kind, architecture, special | {"head_dim": 32}))
+    fields, weights = written.model(tmp_path / "source", "served")
+    file = tmp_path / "m.gguf"
+    written.write(file, fields, written.in_file(fields, weights, architecture), architecture=architecture)
+    monkeypatch.setattr(build_problems, "fetched", lambda folder: file)
+    data = tmp_path / "runs" / "smollm2" / "data"
+    build_problems.main(["--output", str(data), "--tokens", "4000"])
+    assert len((data / "demonstrations.jsonl").read_text().splitlines()) > 5
+    done = small_run.run(
+        "train",
+        EXAMPLE / "config.yaml",
+        f"model.path={data / 'model'}",
+        f"run.root={tmp_path / 'runs'}",
+        *(f"data.{name}={data}/{name}.jsonl" for name in ("train", "evaluate")),
+        *("run.iterations=1", "run.evaluate_every=0", "rollout.tasks_per_iteration=4"),
+        *(
+            "rollout.max_prompt_tokens=180",
+            "rollout.max_turn_tokens=9",
+            "environment.max_observation_tokens=9",
+        ),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = map(json.loads, (tmp_path / "runs" / "smollm2" / "metrics.jsonl").read_text().splitlines())
+    assert row["outcome/error"] == 0 and row["mismatch/mean_abs"] < 1e-4
