@@ -123,15 +123,19 @@ def test_trajectories_replay_in_transformers_token_for_token(seen: dict[str, Any
 
 
 def test_the_environment_receives_the_text_of_the_turn(seen: dict[str, Any], tokenizer: Any) -> None:
+    """Its answer says how many letters it got. After an end-of-text token the answer is a message."""
+    end = tokenizer.eos_token_id
     for trajectory in seen["first"]:
         for turn in trajectory.turns[:-1]:
-            ids = turn.token_ids
-            kept = ids[:-1] if ids[-1] == tokenizer.eos_token_id else ids
-            heard = len(tokenizer.decode(kept))
-            assert tokenizer.decode(turn.observation_ids).startswith(
-                f"\n<information>{heard} letters <|im_end|>"
-            )
-            assert tokenizer.eos_token_id not in turn.observation_ids
+            ids, answer = turn.token_ids, tokenizer.decode(turn.observation_ids)
+            if ids[-1] == end:
+                heard = len(tokenizer.decode(ids[:-1]))
+                assert answer.startswith(f"\n<|im_start|>user\n\n<information>{heard} letters <|")
+                assert answer.endswith("</information>\n<|im_end|>\n<|im_start|>assistant\n")
+            else:
+                heard = len(tokenizer.decode(ids))
+                assert answer.startswith(f"\n<information>{heard} letters <|im_end|>")
+            assert turn.observation_ids.count(end) == (ids[-1] == end), "that of the answer's text is text"
 
 
 def test_outcome_and_reward_come_with_the_last_turn(seen: dict[str, Any]) -> None:
