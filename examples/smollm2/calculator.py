@@ -56,18 +56,17 @@ class Calculator:
         call, answer = CALL.fullmatch(action), ANSWER.fullmatch(action)
         if answer is not None:
             given = answer[1].strip()
-            right = given == self.target
-            outcome = "ok" if right else "wrong"
-            used = {"calls": self.calls + 0.0}
-            return StepResult("", float(right), True, True, 0, outcome, given[:20], metrics=used)
+            return self.end(given == self.target, True, given[:20])
         if self.left <= 0:
-            return StepResult(
-                "", 0.0, True, False, 0, "wrong", "no answer", metrics={"calls": self.calls + 0.0}
-            )
+            return self.end(False, False, "no answer")
         value = None if call is None else compute(call[1])
         self.calls += value is not None
         shown = "error" if value is None else value
         return StepResult(f"= {shown}\n", 0.0, False, value is not None, int(value is not None))
+
+    def end(self, right: bool, valid: bool, detail: str) -> StepResult:
+        outcome, calls = "ok" if right else "wrong", {"calls": float(self.calls)}
+        return StepResult("", float(right), True, valid, 0, outcome, detail, metrics=calls)
 
     async def close(self) -> None: ...
 
