@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import VLLMValidationError
 
 from megatron_stppo.agents.endpoint.body import Refusal
 from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
@@ -187,5 +187,5 @@ def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"][:3])
         raise Refusal(400, f"{where}: {first['msg']}") from None
-    except (VLLMClientError, ValueError, TypeError) as error:  # of vLLM's own validators
+    except (VLLMValidationError, ValueError, TypeError) as error:  # of vLLM's own validators
         raise Refusal(400, str(error)) from None

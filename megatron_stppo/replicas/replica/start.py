@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_stppo.agents.endpoint.opening import open_environment
 from megatron_stppo.cluster.deadlines import Watchdog
 from megatron_stppo.cluster.launch import process
-from megatron_stppo.cluster.launch.vllm_environment import PINNED_VLLM
+from megatron_stppo.cluster.launch.doctor import engine_version
 from megatron_stppo.cluster.preemption import PreemptionNotice
 from megatron_stppo.config import Config
 from megatron_stppo.environments.base import AnyEnvironment
@@ -148,7 +148,7 @@ def _hello(config: Config, name: str, engine: Engine) -> Hello:
         model=model_digest(config.model.path),
         vocabulary=engine.vocabulary,
         dtype=str(process.dtype(config)).removeprefix("torch."),
-        vllm=PINNED_VLLM,
+        vllm=engine_version(),
         tensor=config.engine_tensor,
         capacity=config.serving.concurrency or config.rollout.max_sequences,
         process=process_name(os.getpid()),

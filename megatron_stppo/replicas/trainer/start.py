@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_stppo.base.files import replacing
 from megatron_stppo.cluster.launch import process
+from megatron_stppo.cluster.launch.doctor import engine_version
 from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
-from megatron_stppo.cluster.launch.vllm_environment import PINNED_VLLM
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.model.learner import build_learner
@@ -95,7 +95,7 @@ def _first(
         model=model_digest(config.model.path),
         vocabulary=shape.vocab,
         dtype=str(dtype).removeprefix("torch."),
-        vllm=PINNED_VLLM,
+        vllm=engine_version(),
         max_context=config.max_context,
         experts=shape.experts,
         routes=(shape.layers, shape.experts_per_token) if config.replays_rollout else (0, 0),

@@ -6,7 +6,7 @@ and B once per token, because each token could have another adapter: 5 GB for a 
 rows and rank 32. Here all tokens have one adapter.
 
 The functions set private switches and replace private methods of vLLM for all engines of this process. They
-may be called more than once, and are tested with the pinned version.
+may be called more than once, and are tested with the versions of TESTED_ENGINES.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
 
 def plain_linears() -> None:
     """Keep the weights of linear layers and of the head as the parameters have them."""
-    setattr(LinearBase, "_cpu_skip_gemm_dispatch", True)  # noqa: B010 - vLLM reads it without declaring it
-    setattr(UnquantizedEmbeddingMethod, "process_weights_after_loading", _plain_head)  # noqa: B010
+    setattr(utils, "dispatch_cpu_unquantized_gemm", _plain)  # noqa: B010
 
 
-def _plain_head(method: UnquantizedEmbeddingMethod, layer: Any) -> None:
+def _plain(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = linear
 
 
 def plain_experts() -> None:
-    """Keep the experts' weights as the parameters have them, and compute with these."""
-    setattr(CPUUnquantizedExperts, "process_weights_after_loading", _leave)  # noqa: B010
-    setattr(CPUUnquantizedExperts, "apply", _experts)  # noqa: B010
+    """Keep the experts' weights as the parameters have them, and compute with these.
+
+    Raises AttributeError if this vLLM has no replaceable experts on a CPU (0.26).
+    """
+    replaced = cpu_moe.CPUUnquantizedExperts
+    setattr(replaced, "process_weights_after_loading", _leave)  # noqa: B010
+    setattr(replaced, "apply", _experts)  # noqa: B010
 
 
-def _leave(experts: CPUUnquantizedExperts, layer: torch.nn.Module) -> None:
+def _leave(experts: Any, layer: torch.nn.Module) -> None:
     """Leave the weights in the layout in which they were created."""
 
 
 def _experts(
-    experts: CPUUnquantizedExperts,
+    experts: Any,
     output: Tensor,
     hidden_states: Tensor,
     w1: Tensor,

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.cluster.launch.doctor import TESTED_ENGINES
 from megatron_stppo.cluster.launch.vllm_environment import (
-    PINNED_VLLM,
     SHARED_MEMORY,
     check_cuda_functions,
     prepare_environment,
@@ -86,7 +86,7 @@ class EngineSettings:
 def build_vllm(given: EngineSettings) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
-    Raises ConfigError if vLLM does not have the pinned version or no LoRA for the adapters, if torch.cuda was
+    Raises ConfigError if vLLM does not have a tested version or no LoRA for the adapters, if torch.cuda was
     replaced on a GPU, if a CPU cannot serve the model, or if vLLM refuses the sizes or options, for instance
     because another process holds the GPU's memory.
     """
@@ -105,7 +105,6 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
         cpu_cache.check(given.kv_cache_gib, *cache)
         # Writing into a parameter takes effect in the plain layout only. It stays for later engines.
         cpu_layers.plain_linears()
-        cpu_layers.plain_experts()
         cpu_layers.one_adapter()
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
     with warnings.catch_warnings(), _llvmlite_hidden():
@@ -187,7 +186,8 @@ def tear_down(engine: LLMEngine) -> None:
     Unlike vLLM's own shutdown, it keeps the default process group, which training uses.
     """
     client: Any = engine.engine_core  # the client of an engine in this process
-    client._finalizer.detach()  # it would destroy the default group on garbage collection
+    if hasattr(client, "_finalizer"):  # not in 0.26
+        client._finalizer.detach()  # it would destroy the default group on garbage collection
     core = client.engine_core
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
@@ -244,15 +244,15 @@ def end_of_text_ids(model_path: Path | str, config: PretrainedConfig, tokenizer:
 
 
 def _check_version() -> None:
-    if vllm.__version__.split("+")[0] != PINNED_VLLM:
+    if vllm.__version__.split("+")[0] not in TESTED_ENGINES:
         raise ConfigError(
             f"vllm={vllm.__version__}: the engine writes into vLLM's parameters with private switches, which "
-            f"are tested with {PINNED_VLLM} only; install that version"
+            f"are tested with {' and '.join(TESTED_ENGINES)} only; install one of them"
         )
 
 
 def _check_on_cpu(config: PretrainedConfig) -> None:
-    """Raise ConfigError for a model that vLLM cannot serve on a CPU."""
+    """Raise ConfigError for a model that vLLM cannot serve on a CPU. Prepare its experts' layers."""
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     known = CPUAttentionBackend.get_supported_head_sizes()
     if head_size not in known:
@@ -260,6 +260,15 @@ def _check_on_cpu(config: PretrainedConfig) -> None:
             f"model.path: its head size {head_size} cannot be served on a CPU; choose a model with one of "
             f"{known}"
         )
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts:
+        try:
+            cpu_layers.plain_experts()
+        except AttributeError:
+            raise ConfigError(
+                f"vllm={vllm.__version__}: it cannot serve a model with experts on a CPU from weights "
+                f"that are written in place; install {next(iter(TESTED_ENGINES))}"
+            ) from None
     if getattr(config, "num_experts", None) and config.hidden_size % 32:
         raise ConfigError(
             f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "

