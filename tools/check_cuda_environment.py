@@ -60,9 +60,10 @@ def main() -> int:
 
 def prepared(folder: Path) -> dict[str, str]:
     """Return the environment variables of the groups, with a stub of the driver if there is none."""
+    more = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *more]),
         "TORCHDYNAMO_DISABLE": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -70,7 +71,8 @@ def prepared(folder: Path) -> dict[str, str]:
     if stand_ins.has_driver():
         print("driver: libcuda.so.1 of this machine")
     else:
-        count = stand_ins.write_stub(Path(sysconfig.get_path("platlib")), folder)
+        packages = [Path(sysconfig.get_path("platlib")), *map(Path, more)]
+        count = stand_ins.write_stub(packages, folder)
         environment["LD_LIBRARY_PATH"] = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
         print(f"driver: none; {count} functions that return an error take its place", flush=True)
     return environment

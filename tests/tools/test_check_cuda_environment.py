@@ -30,7 +30,7 @@ def test_the_stub_of_the_driver_has_the_functions_that_libraries_need_and_each_r
         packages / "a.so", "int cuInit(void); int f(void) { return cuInit(); }", str(driver / "libcuda.so.1")
     )
     library(packages / "b.so", "int cuOther(void); int f(void) { return cuOther(); }")  # needs no driver
-    assert stand_ins.write_stub(packages, stub) == 1
+    assert stand_ins.write_stub([packages], stub) == 1
     assert ctypes.CDLL(str(stub / "libcuda.so.1")).cuInit() == stand_ins.STUB_LIBRARY
 
 

@@ -6,8 +6,10 @@ Nothing here computes anything. Each replacement only lets the real code run as 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 DRIVER = "libcuda.so.1"
@@ -22,13 +24,13 @@ def has_driver() -> bool:
     return True
 
 
-def write_stub(packages: Path, folder: Path) -> int:
-    """Compile folder/libcuda.so.1 with every function that the libraries below `packages` take from it.
+def write_stub(packages: Sequence[Path], folder: Path) -> int:
+    """Compile folder/libcuda.so.1 with every function that the libraries in these folders take from it.
 
     Python loads an extension only if all of its functions exist. Return the number of functions.
     """
     names = set()
-    for path in packages.rglob("*.so*"):
+    for path in itertools.chain.from_iterable(one.rglob("*.so*") for one in packages):
         if path.is_file() and b"libcuda.so.1" in _dynamic(path, "-d"):
             symbols = _dynamic(path, "-Ws", "--dyn-syms").decode()
             names |= set(re.findall(r" UND (cu[A-Z]\w*)", symbols))

@@ -1,0 +1,243 @@
+"""Pack what a GPU machine without a network lacks, here; it is unpacked there with one command.
+
+    python tools/offline_bundle.py build --output FOLDER [--python python3.12] [--present FILE] [--model]
+        [--architecture 90] [--small] [--part-mib 0]
+    python tools/offline_bundle.py rehearse FOLDER [--python python3.12] [--present FILE]
+
+`build` needs a package index, git, and nvcc of the machine's CUDA release (CUDA_HOME, or on PATH). It
+downloads the packages of tools/lock-offline.txt, removes the GPU code of other architectures, compiles csrc/
+for that Python and architecture, and adds the last commit of this repository. FOLDER gets unpack.py,
+manifest.json and the streams packages and, with --model, model (SmolLM2-135M-Instruct, for examples/smollm2),
+each in parts of at most --part-mib MiB (0: one part). Copy FOLDER to the machine; there, with the Python that
+has torch:
+
+    python3 FOLDER/unpack.py /scratch/stppo && source /scratch/stppo/activate
+
+FILE is the output of `python3 -m pip list --format=freeze` there: what it names, and is not older than in the
+lock file, is left out. --small leaves out PTX and the parts of vLLM that a model in bfloat16 on Hopper does
+not use: then a GPU of another architecture and quantised models cannot be served.
+
+`rehearse` shows here, without a GPU, that a bundle is complete: in a new environment with that Python, torch
+and the packages of FILE, and in a network namespace without a route, it unpacks the bundle, imports what a
+GPU would, and computes on the CPU what needs no engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from tools.offline import rehearsal  # noqa: E402
+from tools.offline.fatbin import without_other_architectures  # noqa: E402
+
+LOCK = ROOT / "tools" / "lock-offline.txt"
+TORCH = "2.11.0"
+# of vLLM: other attention than FlashAttention 3, its server, kernels for quantised weights
+SMALL = (
+    *("vllm-rs", "third_party/deep_gemm", "vllm_flash_attn/_vllm_fa2_C.abi3.so"),
+    *("_flashmla_C.abi3.so", "_flashmla_extension_C.abi3.so", "_qutlass_C.abi3.so"),
+)
+FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6}]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=("build", "rehearse"))
+    parser.add_argument("folder", nargs="?", type=Path, help="of `rehearse`: the bundle")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="of `build`: the bundle")
+    parser.add_argument("--python", default="python3.12", help="a Python of the machine's release")
+    parser.add_argument(
+        "--present", type=Path, metavar="FILE", help="the machine's packages, as pip freezes them"
+    )
+    parser.add_argument("--architecture", type=int, default=90, help="of the GPU; 90: Hopper")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--model", action="store_true", help="add SmolLM2-135M-Instruct")
+    parser.add_argument("--part-mib", type=float, default=0)
+    given = parser.parse_args(argv)
+    folder = given.output if given.command == "build" else given.folder
+    if folder is None:
+        parser.error("build needs --output FOLDER, rehearse needs FOLDER")
+    try:
+        present = listed(given.present) if given.present else {}
+        if given.command == "rehearse":
+            return rehearsal.rehearse(folder.resolve(), given.python, TORCH, given.present)
+        build(folder.resolve(), present, given)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        print(f"offline_bundle: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def build(output: Path, present: dict[str, str], given: argparse.Namespace) -> None:
+    """Write the bundle. Raises OSError, ValueError or CalledProcessError."""
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"--output {output}: is not empty; remove it, or choose another folder")
+    output.mkdir(parents=True, exist_ok=True)
+    wanted = [f"{name}=={version}" for name, version in missing(listed(LOCK), present)]
+    with tempfile.TemporaryDirectory(dir=output) as scratch:
+        stage = Path(scratch) / "packages"
+        say(f"{len(wanted)} packages: {' '.join(wanted)}")
+        pip = (given.python, "-m", "pip")
+        run(
+            *pip,
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-compile",
+            "--only-binary=:all:",
+            "--target",
+            stage,
+            *wanted,
+        )
+        say(f"{trim(stage, given.architecture, given.small) >> 20} MiB for other architectures removed")
+        repository = Path(scratch) / "megatron_stppo"
+        add_repository(repository, Path(scratch) / "wheel", pip, given.architecture)
+        streams = {"packages": write_stream(output, "packages", [stage, repository], given.part_mib)}
+    if given.model:
+        streams["model"] = write_stream(
+            output, "model", [model_file()], given.part_mib, "megatron_stppo/runs/models"
+        )
+    release = subprocess.run(
+        [given.python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    manifest = {
+        "python": release,
+        "torch": TORCH,
+        "architecture": given.architecture,
+        "commit": git("rev-parse", "HEAD").decode().strip(),
+        "packages": wanted,
+        "streams": streams,
+    }
+    (output / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    shutil.copy(ROOT / "tools/offline/unpack.py", output)
+
+
+def listed(path: Path) -> dict[str, str]:
+    """Return {name: version} of the lines NAME==VERSION. Raises ValueError if there is none."""
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    found = {plain(name): version for name, _, version in (line.partition("==") for line in lines) if version}
+    if not found:
+        raise ValueError(f"{path}: has no line NAME==VERSION; write it with `pip list --format=freeze`")
+    return found
+
+
+def missing(lock: dict[str, str], present: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield what the lock file names and the machine does not have, or has in an older version."""
+    for name, version in lock.items():
+        if name not in present or numbers(present[name]) < numbers(version):
+            yield name, version
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def numbers(version: str) -> list[int]:
+    """Return the numbers of a release. Example: [2, 11, 0] for "2.11.0+cu130"."""
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+
+
+def trim(packages: Path, architecture: int, small: bool) -> int:
+    """Remove what the GPU cannot use, in place. Return the number of bytes."""
+    removed = 0
+    for name in SMALL if small else ():
+        path = packages / "vllm" / name
+        removed += sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for library in packages.rglob("*.so*"):
+        code, zeroed = without_other_architectures(library.read_bytes(), architecture, ptx=not small)
+        if zeroed:
+            library.write_bytes(code)
+        removed += zeroed
+    return removed
+
+
+def add_repository(folder: Path, scratch: Path, pip: Sequence[str], architecture: int) -> None:
+    """Write the files of the last commit, with csrc/ compiled for that Python and architecture."""
+    folder.mkdir()
+    archive = folder.with_suffix(".tar")
+    archive.write_bytes(git("archive", "HEAD"))
+    with tarfile.open(archive) as files:
+        files.extractall(folder, filter="data")
+    say("compiling csrc/")
+    archs = f"STPPO_CUDA_ARCHS={architecture}{'a' if architecture >= 90 else ''}"
+    run("env", archs, *pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch, folder)
+    (wheel,) = scratch.glob("*.whl")
+    shutil.unpack_archive(wheel, scratch, "zip")
+    for library in (scratch / "megatron_stppo").glob("*.so"):
+        shutil.copy(library, folder / "megatron_stppo")
+    if not any((folder / "megatron_stppo").glob("*.so")):
+        raise ValueError("csrc/ was not compiled; it needs g++, and nvcc in CUDA_HOME or on PATH")
+
+
+def model_file() -> Path:
+    """Return the GGUF file of examples/smollm2, downloaded if it is not there."""
+    sys.path += [str(ROOT / "examples/smollm2"), str(ROOT / "examples/quickstart")]
+    from build_problems import fetched
+
+    return fetched(ROOT / "runs/models")
+
+
+def write_stream(
+    output: Path, name: str, paths: Sequence[Path], part_mib: float, inside: str = ""
+) -> dict[str, Any]:
+    """Write the paths as NAME.1, NAME.2 ..., which together are a tar file, compressed by xz."""
+    packed = output / f"{name}.tar.xz"
+    say(f"packing {name}")
+    with lzma.open(packed, "wb", filters=FILTERS) as file, tarfile.open(fileobj=file, mode="w|") as archive:
+        for path in paths:
+            archive.add(path, f"{inside}/{path.name}".lstrip("/"), filter=anonymous)
+    with tarfile.open(packed, mode="r|xz") as archive:
+        files = sum(entry.isfile() for entry in archive)
+    size, parts = int(part_mib * 2**20) or packed.stat().st_size, []
+    with packed.open("rb") as source:
+        while piece := source.read(size):
+            part = output / f"{name}.{len(parts) + 1}"
+            part.write_bytes(piece)
+            parts.append(
+                {"name": part.name, "bytes": len(piece), "sha256": hashlib.sha256(piece).hexdigest()}
+            )
+            say(f"{part}: {len(piece) / 2**20:.1f} MiB")
+    packed.unlink()
+    return {"files": files, "parts": parts}
+
+
+def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Leave out owners, so that the same files give the same archive, and byte code."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return None if "__pycache__" in entry.name else entry
+
+
+def git(*arguments: str) -> bytes:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=True).stdout
+
+
+def run(*line: Any) -> None:
+    subprocess.run([str(word) for word in line], check=True)
+
+
+def say(text: str) -> None:
+    print(f"offline_bundle: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
