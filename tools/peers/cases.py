@@ -1,12 +1,11 @@
-"""Cases of the comparison with TRL: models, lengths, and starts of a trainer. Plain data, without torch."""
+"""Cases of the comparison with TRL: models, lengths, sides, starts. Plain data, without torch."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-TASKS, SAMPLES, STEPS = 8, 8, 4  # per iteration: prompts, trajectories per prompt, optimizer steps
-TRAJECTORIES = TASKS * SAMPLES
+TASKS, STEPS = 8, 4  # per iteration: prompts, optimizer steps
 
 
 @dataclass(frozen=True)
@@ -23,17 +22,27 @@ class Size:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. Example: Case("large-3", Size(...), turn_tokens=64, turns=3)."""
+    """A model and the lengths of its trajectories.
+
+    Example: Case("large-3", Size(...), turn_tokens=64, turns=3).
+    size: of a random model; None means the model of the option --model. samples: trajectories per prompt.
+    """
 
     name: str
-    size: Size
+    size: Size | None
     turn_tokens: int
     turns: int
+    samples: int = 8
+
+    @property
+    def trajectories(self) -> int:
+        """Return the number of trajectories of one iteration."""
+        return TASKS * self.samples
 
     @property
     def written(self) -> int:
         """Return the number of tokens that one iteration generates."""
-        return TRAJECTORIES * self.turns * self.turn_tokens
+        return self.trajectories * self.turns * self.turn_tokens
 
 
 SMALL = Size(hidden=128, layers=4, heads=4, kv_heads=2, head_dim=32, ffn=256)
@@ -45,7 +54,33 @@ CASES = {
         Case("large", LARGE, 64, 1),
         Case("small-3", SMALL, 32, 3),
         Case("large-3", LARGE, 64, 3),
+        Case("smollm2", None, 32, 1, samples=4),
+        Case("smollm2-3", None, 16, 3, samples=4),
     )
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A trainer and what it trains.
+
+    program: "trl" or "ours". lora: the rank of the adapters; 0 means all weights. preset: of our algorithm.
+    against: the side of TRL that trains the same; empty where there is none.
+    """
+
+    name: str
+    program: str
+    lora: int = 0
+    preset: str = "grpo"
+    against: str = ""
+
+
+SIDES = {
+    "trl": Side("TRL", "trl"),
+    "ours": Side("megatron-stppo", "ours", against="trl"),
+    "trl-lora": Side("TRL, LoRA", "trl", lora=16),
+    "ours-lora": Side("megatron-stppo, LoRA", "ours", lora=16, against="trl-lora"),
+    "st_ppo": Side("megatron-stppo, ST-PPO with its critic", "ours", preset="st_ppo"),
 }
 
 

@@ -1,8 +1,8 @@
-"""A random Qwen3 and its tokenizer, written once and read by both trainers.
+"""The model of a case and its tokenizer, written once and read by both trainers.
 
-The model never generates the end-of-text token, so every turn is as long as the limit allows. This works
-because dimension 0 of the residual stream is large and positive, and only end-of-text has a negative weight
-on it.
+No model generates the end-of-text token, so every turn is as long as the limit allows. In a random Qwen3,
+dimension 0 of the residual stream is large and positive, and only end-of-text has a negative weight on it.
+In SmolLM2, another token becomes the end-of-text token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tools.peers.cases import Size
 
 VOCABULARY = 1024
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# SmolLM2-135M-Instruct gave it a mean probability of 1.3e-9 in 480 tokens sampled after game.question.
+NEVER = "<filename>"
 # A tool's answer is rendered as plain text, so that it has the same tokens in both trainers. TRL requires
 # that a template can also render a tool call.
 TEMPLATE = (
@@ -54,6 +62,26 @@ def write(folder: Path, size: Size) -> int:
     embedding = model.get_input_embeddings().weight.data
     embedding[:, 0] = 1.0
     embedding[tokenizer.eos_token_id, 0] = -100.0
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def adapt(folder: Path, source: Path) -> int:
+    """Write the model of `source` to `folder` in float32, ending at NEVER; return its number of parameters.
+
+    Its chat template becomes TEMPLATE, because TRL requires one that can render tools. Raises RuntimeError
+    for a folder without a model, and for a model without the token NEVER.
+    """
+    if not (source / "config.json").exists():
+        raise RuntimeError(f"--model={source}: has no config.json; `make smollm2` imports a model")
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if NEVER not in tokenizer.get_vocab():
+        raise RuntimeError(f"--model={source}: has no token {NEVER}; give SmolLM2-135M-Instruct")
+    tokenizer.eos_token, tokenizer.pad_token = NEVER, SPECIAL[0]
+    tokenizer.chat_template = TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, trust_remote_code=False)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model.num_parameters()

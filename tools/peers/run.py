@@ -1,4 +1,4 @@
-"""Run one trainer on one case, and read the seconds and tokens of every iteration from its report."""
+"""Run one trainer on one case: seconds and tokens of every iteration from its report, and its peak memory."""
 
 from __future__ import annotations
 
@@ -7,34 +7,39 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
-from tools.peers.cases import SAMPLES, STEPS, TASKS, TRAJECTORIES, Case, Start
+from tools.peers.cases import STEPS, TASKS, Case, Side, Start
 from tools.peers.game import question
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LIMIT = 1800.0  # timeout of one run, in seconds
+EVERY = 0.5  # seconds between two measurements of memory
 
 
-def trl(python: Path, folder: Path, model: Path, case: Case, start: Start, iterations: int) -> dict[str, Any]:
-    """Run TRL; return {"iterations": [{generation, seconds, written, read}], "versions": {..}}.
+def trl(python: Path, folder: Path, case: Case, side: Side, start: Start, iterations: int) -> dict[str, Any]:
+    """Run TRL; return {"iterations": [{generation, seconds, written, read}], "memory": bytes, ..}.
 
     The first iteration is left out. Raises RuntimeError with the end of the output if TRL fails.
     """
     given = {
-        "model": str(model),
+        "model": str(folder / "model"),
+        "lora": side.lora,
         "threads": start.threads,
         "amount": start.amount,
         "turns": case.turns,
         "turn_tokens": case.turn_tokens,
         "tasks": TASKS,
-        "samples": SAMPLES,
-        "trajectories": TRAJECTORIES,
+        "samples": case.samples,
+        "trajectories": case.trajectories,
         "steps": STEPS,
         "iterations": iterations,
     }
@@ -42,11 +47,11 @@ def trl(python: Path, folder: Path, model: Path, case: Case, start: Start, itera
     specification.write_text(json.dumps(given))
     result.unlink(missing_ok=True)
     script = [str(HERE / "trl_side.py"), str(specification), str(result)]
-    _start([str(python)], script, start, folder / "trl.log", {})
-    return json.loads(result.read_text())
+    memory = _start([str(python)], script, start, folder / "trl.log", {})
+    return json.loads(result.read_text()) | {"memory": memory}
 
 
-def ours(folder: Path, model: Path, case: Case, start: Start, iterations: int) -> dict[str, Any]:
+def ours(folder: Path, case: Case, side: Side, start: Start, iterations: int) -> dict[str, Any]:
     """Run megatron_stppo; return the same record as `trl`."""
     rows = [
         {
@@ -57,17 +62,21 @@ def ours(folder: Path, model: Path, case: Case, start: Start, iterations: int) -
         for number in range(TASKS)
     ]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "ours.yaml").write_text(yaml.safe_dump(config(folder, model, case, start, iterations)))
+    (folder / "ours.yaml").write_text(yaml.safe_dump(config(folder, case, side, start, iterations)))
     metrics = folder / "ours" / "metrics.jsonl"
     shutil.rmtree(metrics.parent, ignore_errors=True)  # a run's name cannot be used twice
     script = ["-m", "megatron_stppo", "train", str(folder / "ours.yaml")]
     path = os.pathsep.join([str(HERE), str(ROOT)])
-    _start([sys.executable], script, start, folder / "ours.log", {"PYTHONPATH": path})
-    return {"iterations": [_row(json.loads(line)) for line in metrics.read_text().splitlines()][1:]}
+    memory = _start([sys.executable], script, start, folder / "ours.log", {"PYTHONPATH": path})
+    rows = [_row(json.loads(line)) for line in metrics.read_text().splitlines()]
+    return {"iterations": rows[1:], "memory": memory}
 
 
-def config(folder: Path, model: Path, case: Case, start: Start, iterations: int) -> dict[str, Any]:
-    """Return the configuration of our run: GRPO as TRL computes it, without KL and entropy terms."""
+def config(folder: Path, case: Case, side: Side, start: Start, iterations: int) -> dict[str, Any]:
+    """Return the configuration of our run: without KL and entropy terms, as TRL computes GRPO.
+
+    The only checkpoint, which TRL does not write, follows the last measured iteration and takes no memory.
+    """
     optimizer = {"lr": 1e-6, "warmup_fraction": 0.0, "weight_decay": 0.0, "betas": [0.9, 0.999]}
     return {
         "run": {
@@ -75,48 +84,89 @@ def config(folder: Path, model: Path, case: Case, start: Start, iterations: int)
             "root": str(folder),
             "iterations": iterations,
             "checkpoint_every": iterations,
+            "async_checkpoints": False,
         },
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(folder / "model"), "dtype": "float32", "lora": {"rank": side.lora}},
         "data": {"train": str(folder / "tasks.jsonl")},
         "environment": {
             "kind": "our_environment:factory",
             "max_turns": case.turns,
             "max_observation_tokens": 100,
+            "after_end": "text",  # no turn ends with an end-of-text token
         },
         "rollout": {
             "tasks_per_iteration": TASKS,
-            "samples_per_task": SAMPLES,
+            "samples_per_task": case.samples,
             "max_turn_tokens": case.turn_tokens,
             "max_prompt_tokens": 128,
             "max_context": 1000,
+            "kv_cache_gib": 0.5,  # enough for all trajectories of every case
         },
         "update": {"minibatches": STEPS, "actor": optimizer}
         | ({"tokens_per_microbatch": start.amount} if start.amount else {}),
-        "algorithm": {"preset": "grpo", "kl_coefficient": 0.0, "entropy_coefficient": 0.0},
+        "algorithm": {"preset": side.preset, "kl_coefficient": 0.0, "entropy_coefficient": 0.0},
     }
 
 
 def _row(row: dict[str, Any]) -> dict[str, float]:
     """Return one row of metrics.jsonl in the format of TRL's side."""
-    generation = row["seconds/rollout"]
+    written = row["rollout/action_tokens"]
     return {
-        "generation": generation,
+        "generation": row["seconds/rollout"],
         "seconds": row["seconds"],
-        "written": round(row["rollout/tokens_per_second"] * generation),
+        "written": written,
+        "read": row["rollout/tokens"] - written,
     }
 
 
 def _start(
     python: Sequence[str], script: Sequence[str], start: Start, log: Path, variables: dict[str, str]
-) -> None:
+) -> int:
+    """Run a trainer; return the peak of its memory in bytes: the resident pages of all its processes."""
     if start.processes > 1:
         python = [*python, "-m", "torch.distributed.run", "--standalone"]
         python = [*python, "--nproc-per-node", str(start.processes)]
     variables = os.environ | variables | {"OMP_NUM_THREADS": str(start.threads), "HF_HUB_OFFLINE": "1"}
     with log.open("w") as file:
-        done = subprocess.run(
-            [*python, *script], env=variables, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT, cwd=ROOT
+        program = psutil.Popen(
+            [*python, *script], env=variables, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
         )
-    if done.returncode:
+    try:
+        peak, code = _watch(program)
+    finally:
+        left = _tree(program)
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=10)
+    if code != 0:
         last = "\n".join(log.read_text().splitlines()[-15:])
-        raise RuntimeError(f"{log}: exit code {done.returncode}; its last lines:\n{last}")
+        what = f"no end after {LIMIT:.0f} s" if code is None else f"exit code {code}"
+        raise RuntimeError(f"{log}: {what}; its last lines:\n{last}")
+    return peak
+
+
+def _watch(program: psutil.Popen) -> tuple[int, int | None]:
+    """Return the peak memory and the exit code, None after LIMIT seconds.
+
+    A page that processes share counts once for each. Their shares of it (PSS) take so long to read that the
+    trainer would become slower.
+    """
+    peak, end = 0, time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        peak = max(peak, sum(map(_resident, _tree(program))))
+        with suppress(psutil.TimeoutExpired):
+            return peak, program.wait(EVERY)
+    return peak, None
+
+
+def _tree(program: psutil.Popen) -> list[psutil.Process]:
+    """Return a process and its descendants; nothing after its end."""
+    with suppress(psutil.NoSuchProcess):
+        return [*program.children(recursive=True), program]
+    return []
+
+
+def _resident(process: psutil.Process) -> int:
+    with suppress(psutil.NoSuchProcess):
+        return int(process.memory_info().rss)
+    return 0

@@ -27,6 +27,7 @@ import transformers
 import trl
 from datasets import Dataset
 from game import OBSERVATION, question, reward
+from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
@@ -123,6 +124,8 @@ def main(specification: Path, result: Path) -> None:
         tokenizer.response_template = {}  # TRL only checks whether it exists
         grpo_trainer.parse_response = always_call
         several = {"environment_factory": House}
+    if given["lora"]:  # alpha is the default of the other side
+        several["peft_config"] = LoraConfig(r=given["lora"], lora_alpha=32, target_modules="all-linear")
     prompts = [{"prompt": [{"role": "user", "content": question(n)}]} for n in range(given["tasks"])]
     clock = Clock()
     trainer = Timed(
