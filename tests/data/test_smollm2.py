@@ -1,4 +1,4 @@
-"""The calculator example: problems, environment, and an iteration with a random model of a GGUF file."""
+"""The calculator example: problems and environment; both examples: an iteration with a random model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from tests.weights.gguf import written
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "smollm2"))
 import build_problems
+import build_search
 import calculator
+import pretrained
 import problems
 
 del sys.path[0]
@@ -123,30 +125,39 @@ def test_an_episode_without_an_answer_ends_with_its_last_turn():
     assert not first.valid and (last.done, last.outcome, last.detail) == (True, "wrong", "no answer")
 
 
-def test_an_iteration_runs_with_a_random_model_of_a_gguf_file(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("builder", "configuration"),
+    [(build_problems, "config.yaml"), (build_search, "search.yaml")],
+    ids=["calculator", "search"],
+)
+def test_an_iteration_runs_with_a_random_model_of_a_gguf_file(builder, configuration, tmp_path, monkeypatch):
     kind, architecture, special = written.FAMILIES["tied"]
     # vLLM's attention on a CPU needs a head of 32 or more
     monkeypatch.setitem(written.FAMILIES, "served", (kind, architecture, special | {"head_dim": 32}))
     fields, weights = written.model(tmp_path / "source", "served")
     file = tmp_path / "m.gguf"
     written.write(file, fields, written.in_file(fields, weights, architecture), architecture=architecture)
-    monkeypatch.setattr(build_problems, "fetched", lambda folder: file)
-    data = tmp_path / "runs" / "smollm2" / "data"
-    build_problems.main(["--output", str(data), "--tokens", "4000"])
+    monkeypatch.setattr(pretrained, "fetched", lambda folder: file)
+    monkeypatch.setattr(build_search, "MAX_TOKENS", 100)  # of a tokenizer of few words
+    data = tmp_path / "runs" / "run" / "data"
+    builder.main(["--output", str(data), "--tokens", "8000"])
     assert len((data / "demonstrations.jsonl").read_text().splitlines()) > 5
     done = small_run.run(
         "train",
-        EXAMPLE / "config.yaml",
+        EXAMPLE / configuration,
         f"model.path={data / 'model'}",
         f"run.root={tmp_path / 'runs'}",
+        "run.name=run",
         *(f"data.{name}={data}/{name}.jsonl" for name in ("train", "evaluate")),
+        f"environment.retrieval.index={data / 'index'}",
         *("run.iterations=1", "run.evaluate_every=0", "rollout.tasks_per_iteration=4"),
         *(
-            "rollout.max_prompt_tokens=180",
+            "rollout.max_prompt_tokens=190",
+            "environment.max_turns=2",
             "rollout.max_turn_tokens=9",
             "environment.max_observation_tokens=9",
         ),
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    (row,) = map(json.loads, (tmp_path / "runs" / "smollm2" / "metrics.jsonl").read_text().splitlines())
+    (row,) = map(json.loads, (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["outcome/error"] == 0 and row["mismatch/mean_abs"] < 1e-4
