@@ -191,7 +191,7 @@ def add_repository(folder: Path, scratch: Path, pip: Sequence[str], architecture
 def model_file() -> Path:
     """Return the GGUF file of examples/smollm2, downloaded if it is not there."""
     sys.path += [str(ROOT / "examples/smollm2"), str(ROOT / "examples/quickstart")]
-    from build_problems import fetched
+    from pretrained import fetched
 
     return fetched(ROOT / "runs/models")
 

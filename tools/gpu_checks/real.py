@@ -75,7 +75,8 @@ def reference() -> dict[str, Any]:
     start = folder() / "cold-start"
     tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=False)
     texts = [list(one.token_ids) for one in read(folder() / "data/demonstrations.jsonl", tokenizer, 1024)]
-    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).to("cuda" if GPU else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, trust_remote_code=False)
+    model.to("cuda" if GPU else "cpu")
     found = []
     with torch.no_grad():
         for ids in texts:
