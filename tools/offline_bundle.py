@@ -40,6 +40,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from tools.cuda_environment.installed import plain  # noqa: E402
 from tools.offline import rehearsal  # noqa: E402
 from tools.offline.fatbin import without_other_architectures  # noqa: E402
 
@@ -144,10 +145,6 @@ def missing(lock: dict[str, str], present: dict[str, str]) -> Iterator[tuple[str
     for name, version in lock.items():
         if name not in present or numbers(present[name]) < numbers(version):
             yield name, version
-
-
-def plain(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def numbers(version: str) -> list[int]:

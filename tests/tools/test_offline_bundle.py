@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import platform
@@ -112,8 +113,6 @@ def bundle(folder: Path, part_mib: float) -> Path:
 
 
 def hash_of(number: int) -> bytes:
-    import hashlib
-
     return hashlib.blake2b(number.to_bytes(4), digest_size=64).digest()
 
 

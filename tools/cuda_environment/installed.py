@@ -29,8 +29,8 @@ def versions() -> str:
     pins = {}
     for line in CONSTRAINTS.read_text().splitlines():
         name, _, version = line.partition("#")[0].strip().partition("==")
-        pins[_plain(name)] = version
-    found = {_plain(one.metadata["Name"]): one.version for one in metadata.distributions()}
+        pins[plain(name)] = version
+    found = {plain(one.metadata["Name"]): one.version for one in metadata.distributions()}
     missing = [name for name in NEEDED if name not in found]
     assert not missing, f"not installed: {missing}"
     other = {name: version for name, version in found.items() if pins.get(name) != version}
@@ -56,5 +56,6 @@ def plan() -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """Return the name of a package as indexes write it. Example: "ml-dtypes" for "ML_dtypes"."""
     return re.sub(r"[-_.]+", "-", name).lower()

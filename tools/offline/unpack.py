@@ -16,7 +16,6 @@ import io
 import json
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +69,8 @@ def unpack(name: str, stream: dict[str, Any], folder: Path) -> str:
         if hashlib.sha256(path.read_bytes()).hexdigest() != part["sha256"]:
             return f"{name}: {part['name']} is damaged; copy it again"
     folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(
-        fileobj=Joined([HERE / part["name"] for part in stream["parts"]]), mode="r|*"
-    ) as archive:
+    joined = io.BufferedReader(Joined([HERE / part["name"] for part in stream["parts"]]))
+    with tarfile.open(fileobj=joined, mode="r|*") as archive:
         archive.extractall(folder, filter="data")
     print(f"{name}: {stream['files']} files in {folder}")
     return ""
@@ -82,24 +80,18 @@ class Joined(io.RawIOBase):
     """The bytes of several files, one after the other."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self._pieces = self._read(paths)
-        self._rest = b""
-
-    def _read(self, paths: list[Path]) -> Iterator[bytes]:
-        for path in paths:
-            with path.open("rb") as file:
-                while piece := file.read(1 << 20):
-                    yield piece
+        self._paths, self._file = iter(paths), io.BytesIO()
 
     def readable(self) -> bool:
         return True
 
-    def read(self, size: int = -1) -> bytes:
-        while (size < 0 or len(self._rest) < size) and (piece := next(self._pieces, b"")):
-            self._rest += piece
-        size = len(self._rest) if size < 0 else size
-        given, self._rest = self._rest[:size], self._rest[size:]
-        return given
+    def readinto(self, buffer: Any) -> int:
+        while not (size := self._file.readinto(buffer)):
+            if (path := next(self._paths, None)) is None:
+                return 0
+            self._file.close()
+            self._file = path.open("rb")
+        return size
 
 
 if __name__ == "__main__":
