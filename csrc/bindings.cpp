@@ -47,13 +47,14 @@ VocabMerged merged(Pointer at, int64_t rows) {
 
 int clipped_surrogate(Pointer logprob, Pointer old_logprob, Pointer advantage, Pointer weight, Pointer sum_p_sq,
                       Pointer offsets, int64_t tokens, int64_t segments, float uniform_weight, float low, float high,
-                      float dual, bool by_sum, Pointer ratio, Pointer gradient, Pointer bias, Pointer totals,
-                      Pointer workspace, Pointer tickets, int64_t max_blocks, Pointer part,
+                      float dual, double length_power, bool by_sum, Pointer ratio, Pointer gradient, Pointer bias,
+                      Pointer totals, Pointer workspace, Pointer tickets, int64_t max_blocks, Pointer part,
                       Pointer whole, bool on_gpu, Pointer where) {
   const Surrogate a{to<float>(logprob), to<float>(old_logprob), to<float>(advantage), to<float>(weight),
                     to<float>(sum_p_sq), to<int64_t>(offsets),  tokens,               segments,
                     uniform_weight,      low,                   high,                 dual,
-                    by_sum,              to<float>(ratio),      to<float>(gradient),  to<float>(bias),
+                    length_power,        by_sum,
+                    to<float>(ratio),    to<float>(gradient),   to<float>(bias),
                     to<float>(totals),   to<double>(workspace),
                     to<unsigned>(tickets), max_blocks,            to<double>(part),     to<double>(whole)};
   return STPPO_CALL(Surrogate, clipped_surrogate)(a, on_gpu, where);

@@ -1,6 +1,8 @@
 // From the sums over one segment to its ratio, coefficients and clipping. Shared by the CPU and the CUDA kernels.
 // Specification: megatron_stppo/algorithm/surrogate.py, ratio.py, penalties.py.
 #pragma once
+#include <cmath>
+
 #include "ops.h"
 #include "portable.h"
 
@@ -15,7 +17,6 @@ struct SegmentSums {
 
 struct Coefficients {
   double objective, gradient, bias;
-  bool too_high, too_low;  // whether tokens with A > 0, and with A < 0, are clipped
 };
 
 // Return the mean or the sum of the log ratios, limited to [-MAX_LOG_RATIO, MAX_LOG_RATIO]. NaN stays NaN.
@@ -24,25 +25,42 @@ STPPO_BOTH double exponent(double delta, double divisor) {
   return pick(x > MAX_LOG_RATIO, MAX_LOG_RATIO, pick(x < -MAX_LOG_RATIO, -MAX_LOG_RATIO, x));
 }
 
+// Return log2(n^power) for a segment of n tokens; an empty one counts as one token. In float32, because pow in float64
+// needs more registers than the kernel may use on a GPU.
+STPPO_BOTH float length_log2(double tokens, double power) {
+  return power == 0 || tokens <= 1 ? 0 : float(power) * log2f(float(tokens));
+}
+
+// Return what is compared with the bounds: the ratio w, whose distance from 1 is multiplied by n^power, the `widening`.
+// Only the result is rounded to float32: a ratio that equals a bound in float32 is not clipped, and w in float32 would
+// have few values between 1 and a narrow bound.
+STPPO_BOTH float compared(double w, float widening) { return float(1 + (w - 1) * double(widening)); }
+
+// Return a bound of the ratio of a segment; `narrowing` is n^-power. For 1 it is exactly `bound`.
+STPPO_BOTH double narrowed(float bound, float narrowing) { return 1 + (double(bound) - 1) * double(narrowing); }
+
 // Return factor * sum, or 0 if `sum` is zero: a factor that is not used may be NaN.
 STPPO_BOTH double times(double factor, double sum) { return pick(sum == 0, 0, factor * sum); }
 
-// Return the segment's sum of c min(w A, clip(w) A) for a ratio w. A NaN ratio gives NaN.
-STPPO_BOTH double objective(float ratio, double gain, double loss, float low, float high, float dual) {
-  const double w = ratio, floor = pick(ratio < low, double(low), w);
-  return times(pick(ratio > high, double(high), w), gain) + times(pick(ratio > dual, double(dual), floor), loss);
+// Return the segment's sum of c min(w A, clip(w) A) for a ratio w, whose compared() is `far`. A NaN ratio gives NaN.
+STPPO_BOTH double objective(float ratio, float far, float narrowing, double gain, double loss, float low, float high,
+                            float dual) {
+  const double w = ratio, bound = narrowed(pick(far > dual, dual, low), narrowing);
+  const double of_gain = pick(far > high, narrowed(high, narrowing), w);
+  const double of_loss = pick((far < low) | (far > dual), bound, w);
+  return times(of_gain, gain) + times(of_loss, loss);
 }
 
-// `ratio` is exp(exponent(..)) rounded to float32. A ratio that equals a bound in float32 is not clipped.
-STPPO_BOTH Coefficients coefficients(float ratio, double divisor, double gain, double loss, float low, float high,
-                                     float dual) {
+// `ratio` is exp(exponent(..)) rounded to float32, and `far` is what compared() makes of it without rounding.
+STPPO_BOTH Coefficients coefficients(float ratio, float far, float narrowing, double divisor, double gain, double loss,
+                                     float low, float high, float dual) {
   const double w = ratio, slope = w / divisor;
   // a NaN ratio is not clipped, so it reaches the gradient, where it is detected
-  const bool too_high = ratio > high, too_low = ratio < low, dropped = too_low | (ratio > dual);
+  const bool too_high = far > high, too_low = far < low, dropped = too_low | (far > dual);
   const double kept = pick(too_high, 0, gain) + pick(dropped, 0, loss);
   const double removed = pick(too_high, gain, 0) + pick(too_low, loss, 0);
-  const double gives = objective(ratio, gain, loss, low, high, dual);
-  return {gives, times(slope, kept), times(slope, removed), too_high, too_low};
+  const double gives = objective(ratio, far, narrowing, gain, loss, low, high, dual);
+  return {gives, times(slope, kept), times(slope, removed)};
 }
 
 // Return |d logprob / d logits|^2 = 1 - 2p + sum p^2. It is below 0 only by rounding, and is then set to 0.

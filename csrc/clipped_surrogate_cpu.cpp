@@ -110,7 +110,7 @@ constexpr int64_t GROUP = 32, LANES = 8;
 struct Group {
   double delta[GROUP], gain[GROUP], loss[GROUP], divisor[GROUP];
   double objective[GROUP], gradient[GROUP], bias[GROUP];
-  float ratio[GROUP];
+  float widening[GROUP], narrowing[GROUP], ratio[GROUP], far[GROUP];
 };
 
 STPPO_INLINE void lane_coefficients(Group &g, const Surrogate &a, int64_t first) {
@@ -118,9 +118,10 @@ STPPO_INLINE void lane_coefficients(Group &g, const Surrogate &a, int64_t first)
 #pragma omp simd
   for (int64_t k = first; k < first + LANES; ++k) {
     const double divisor = g.divisor[k], gain = g.gain[k], loss = g.loss[k];
-    const float ratio = float(exp_of(exponent(g.delta[k], divisor)));
-    const Coefficients c = coefficients(ratio, divisor, gain, loss, low, high, dual);
-    g.ratio[k] = ratio;
+    const double w = exp_of(exponent(g.delta[k], divisor));
+    const float narrowing = g.narrowing[k], ratio = float(w), far = compared(w, g.widening[k]);
+    const Coefficients c = coefficients(ratio, far, narrowing, divisor, gain, loss, low, high, dual);
+    g.ratio[k] = ratio, g.far[k] = far;
     g.objective[k] = c.objective, g.gradient[k] = c.gradient, g.bias[k] = c.bias;
   }
 }
@@ -145,6 +146,8 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
       const double *of = a.whole && k < count ? a.whole + (start + k) * SEGMENT_SUMS : sums_of_part;
       g.delta[k] = of[1], g.gain[k] = of[2], g.loss[k] = of[3];
       g.divisor[k] = a.by_sum || of[0] == 0 ? 1 : of[0];
+      const float log2 = length_log2(of[0], a.length_power);
+      g.widening[k] = exp2f(log2), g.narrowing[k] = exp2f(-log2);
       own_gain[k] = own.gain, own_loss[k] = own.loss;
     }
     if (a.part) continue;
@@ -155,10 +158,12 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
       a.ratio[start + k] = g.ratio[k];
       fill(a.gradient, t, float(g.gradient[k]));
       if (a.bias) fill(a.bias, t, float(g.bias[k]));
-      sums[OBJECTIVE] += a.whole ? objective(g.ratio[k], own_gain[k], own_loss[k], a.low, a.high, a.dual) : g.objective[k];
+      sums[OBJECTIVE] += !a.whole ? g.objective[k]
+                                  : objective(g.ratio[k], g.far[k], g.narrowing[k], own_gain[k], own_loss[k], a.low,
+                                              a.high, a.dual);
       sums[BIAS_SQ] += tokens * bias_sq;
       sums[GRAD_SQ] += tokens * grad_sq;
-      const bool too_high = g.ratio[k] > a.high, too_low = g.ratio[k] < a.low;
+      const bool too_high = g.far[k] > a.high, too_low = g.far[k] < a.low;
       if (too_high || too_low) sums[CLIPPED] += clipped_tokens<WEIGHTED>(a, t, too_high, too_low);
       if (a.sum_p_sq && (bias_sq != 0 || grad_sq != 0)) {
         const double steepness = slopes(a, t);
@@ -213,7 +218,7 @@ STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
     for (int64_t i = t.first; i < t.last; ++i) {
       const float w = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], w), below = below_zero(A);
       const double gain = double(w) * double(above_zero(A)), loss = double(w) * double(below);
-      biases[i] = float(coefficients(ratios[i], 1, gain, loss, low, high, dual).bias);
+      biases[i] = float(coefficients(ratios[i], ratios[i], 1, 1, gain, loss, low, high, dual).bias);
     }
   const double all[SURROGATE_SUMS] = {objective, double(clipped), double(live), bias_sq, grad_sq, k1, k3,
                                       logit_bias_sq, logit_grad_sq};

@@ -39,6 +39,7 @@ struct Surrogate {
   const int64_t *offsets;                          // [S+1], or null: every token is a segment
   int64_t tokens, segments;
   float uniform_weight, low, high, dual;           // bounds of the ratio; dual = infinity: no dual clip
+  double length_power;                             // of n tokens: 1 + (bound - 1) n^-length_power
   bool by_sum;                                     // ratio = exp(sum of log ratios) instead of exp(mean)
   float *ratio;                                    // [S]
   float *gradient, *bias;                          // [T] g_u, b_u; bias may be null

@@ -73,8 +73,14 @@ def segment_ratio(
     rounded to the inputs' dtype. A ratio that equals a clip bound in that dtype is therefore not clipped
     because of a rounding error.
     """
+    ratio_S, divisor_S = ratio_of(*segment_deltas(logprob_T, old_logprob_T, offsets), pooling)
+    return ratio_S.to(logprob_T.dtype), divisor_S
+
+
+def segment_deltas(logprob_T: Tensor, old_logprob_T: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sum of log ratios and the number of tokens of each segment, float64 [S]."""
     delta_S = segment_sum(logprob_T.double() - old_logprob_T.double(), offsets)
-    return ratio_of(delta_S, segment_count(offsets, delta_S), pooling, logprob_T.dtype)
+    return delta_S, segment_count(offsets, delta_S)
 
 
 def segment_count(offsets: Tensor | None, like_S: Tensor) -> Tensor:
@@ -82,8 +88,8 @@ def segment_count(offsets: Tensor | None, like_S: Tensor) -> Tensor:
     return torch.ones_like(like_S).double() if offsets is None else offsets.diff().double()
 
 
-def ratio_of(delta_S: Tensor, count_S: Tensor, pooling: Pooling, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return what segment_ratio returns, from the sums of delta and the numbers of tokens, both float64 [S].
+def ratio_of(delta_S: Tensor, count_S: Tensor, pooling: Pooling) -> tuple[Tensor, Tensor]:
+    """Return what segment_ratio returns, not rounded, from what segment_deltas returns.
 
     Raises ValueError for an unknown pooling.
     """
@@ -91,4 +97,4 @@ def ratio_of(delta_S: Tensor, count_S: Tensor, pooling: Pooling, dtype: torch.dt
         raise ValueError(f"pooling={pooling!r} is not known; choose mean or sum")
     divisor_S = count_S.clamp(min=1) if pooling == "mean" else torch.ones_like(count_S)
     exponent_S = (delta_S / divisor_S).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return exponent_S.exp().to(dtype), divisor_S
+    return exponent_S.exp(), divisor_S

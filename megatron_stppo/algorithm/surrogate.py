@@ -7,16 +7,20 @@ Source: ST-PPO, arXiv 2511.20718. With aggregation weight c_t, advantage A_t and
 g is the true derivative of J (Lemma 4.1 of the paper). A form that stops the gradient of w (GSPO-token, arXiv
 2507.18071) is the same only if A is constant inside each segment. The tokens of a segment share w, so both
 sums need only S+ = sum_{A>0} c A and S- = sum_{A<0} c A.
+
+The bounds of a segment with n tokens are 1-eps_low n^-p and 1+eps_high n^-p. In the paper p = 0. With p = 1
+they bound the probability of the whole segment, which is w^n: (1 + eps/n)^n is about e^eps for every n.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.ratio import Pooling, ratio_of, segment_count, segment_sum, spread
+from megatron_stppo.algorithm.ratio import Pooling, ratio_of, segment_deltas, segment_sum, spread
 
 
 @dataclass(frozen=True)
@@ -45,36 +49,45 @@ def surrogate(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
+    clip_length_power: float = 0.0,
     pooling: Pooling = "mean",
     whole: Tensor | None = None,
 ) -> Surrogate:
     """Return J, g and b. Autograd records nothing.
 
     offsets: [S+1], the segments of T; None: every token is a segment.
-    A token is clipped if (A > 0 and w > 1+clip_high) or (A < 0 and w < 1-clip_low).
-    dual_clip: number > 1, an upper bound of w where A < 0. It removes that part of the gradient, but the
-    tokens do not count as clipped.
+    A token is clipped if (A > 0 and w > 1 + clip_high n^-p) or (A < 0 and w < 1 - clip_low n^-p), with the n
+    tokens of its segment and p = clip_length_power.
+    dual_clip: number > 1; 1 + (dual_clip-1) n^-p is an upper bound of w where A < 0. It removes that part of
+    the gradient, but the tokens do not count as clipped.
     whole: sum over ranks of segment_sums, if segments are split over ranks. The objective is then the share
     of this rank's tokens.
     A token of weight 0 contributes only to the ratio of its segment. Its advantage, and the ratio of a
     segment whose weights are all 0, may be NaN: such values are masked, not multiplied by zero.
     """
     total = len(logprob_T)
-    low, high = _rounded(1 - clip_low, logprob_T.dtype), _rounded(1 + clip_high, logprob_T.dtype)
-    dual = None if dual_clip is None else _rounded(dual_clip, logprob_T.dtype)
+    low, high, dual = (
+        _rounded(bound, logprob_T.dtype)
+        for bound in (1 - clip_low, 1 + clip_high, math.inf if dual_clip is None else dual_clip)
+    )
     part = segment_sums(logprob_T.detach(), old_logprob_T, advantage_T, weight_T, offsets)
     _, _, own_gain_S, own_loss_S = part.unbind(1)
     count_S, delta_S, gain_S, loss_S = (part if whole is None else whole).unbind(1)
-    ratio_S, divisor_S = ratio_of(delta_S, count_S, pooling, logprob_T.dtype)
+    exact_S, divisor_S = ratio_of(delta_S, count_S, pooling)
+    compared_S = compared(exact_S, count_S, clip_length_power, logprob_T.dtype)
+    ratio_S = exact_S.to(logprob_T.dtype)
     w_S = ratio_S.double()
 
-    bound_S = w_S.clamp(min=low) if dual is None else w_S.clamp(min=low, max=dual)
-    objective = (_times(w_S.clamp(max=high), own_gain_S) + _times(bound_S, own_loss_S)).sum()
-
     # A NaN ratio fails these comparisons, so it is not clipped and reaches the gradient, which is checked.
-    too_high_S, too_low_S = w_S > high, w_S < low
-    dropped_S = too_low_S if dual is None else too_low_S | (w_S > dual)
-    kept_S = gain_S.masked_fill(too_high_S, 0) + loss_S.masked_fill(dropped_S, 0)
+    too_high_S, too_low_S, beyond_S = compared_S > high, compared_S < low, compared_S > dual
+    high_S, low_S, dual_S = (
+        1 + (bound - 1) * _narrowing(count_S, clip_length_power) for bound in (high, low, dual)
+    )
+    of_gain_S = torch.where(too_high_S, high_S, w_S)
+    of_loss_S = torch.where(beyond_S, dual_S, torch.where(too_low_S, low_S, w_S))
+    objective = (_times(of_gain_S, own_gain_S) + _times(of_loss_S, own_loss_S)).sum()
+
+    kept_S = gain_S.masked_fill(too_high_S, 0) + loss_S.masked_fill(too_low_S | beyond_S, 0)
     removed_S = gain_S.masked_fill(~too_high_S, 0) + loss_S.masked_fill(~too_low_S, 0)
     slope_S = w_S / divisor_S
     return Surrogate(
@@ -82,12 +95,24 @@ def surrogate(
         ratio_S=ratio_S,
         gradient_T=spread(_times(slope_S, kept_S), offsets, total),
         bias_T=spread(_times(slope_S, removed_S), offsets, total),
-        clipped_T=clipped(ratio_S, advantage_T, weight_T, offsets, clip_low, clip_high),
+        clipped_T=clipped(compared_S, advantage_T, weight_T, offsets, clip_low, clip_high),
     )
 
 
+def compared(ratio_S: Tensor, count_S: Tensor, power: float, dtype: torch.dtype) -> Tensor:
+    """Return the ratios as they are compared with the bounds of a single token: 1 + (w - 1) n^power, [S].
+
+    ratio_S, count_S: the ratios, not rounded, and the numbers of tokens, float64. The result is rounded to
+    dtype, as the bounds are: a ratio that equals a bound in float32 is not clipped. w itself is not rounded
+    first, because float32 has only 819 numbers between 1 and 1 + 0.2 / 2048.
+
+    Example: w = 1.04 in a turn of 4 tokens with power 1 is compared as 1.16; a bound of 1.2 is not reached.
+    """
+    return (1 + (ratio_S - 1) / _narrowing(count_S, power)).to(dtype)
+
+
 def clipped(
-    ratio_S: Tensor,
+    compared_S: Tensor,
     advantage_T: Tensor,
     weight_T: Tensor,
     offsets: Tensor | None,
@@ -96,12 +121,12 @@ def clipped(
 ) -> Tensor:
     """Return the mask of clipped tokens, bool [T]; tokens of weight 0 are not clipped.
 
-    A token is clipped if (A > 0 and w > 1+clip_high) or (A < 0 and w < 1-clip_low). The bounds are rounded to
-    the ratio's dtype.
+    compared_S: what `compared` returns. A token is clipped if it is above 1+clip_high and A > 0, or below
+    1-clip_low and A < 0. The bounds are rounded to its dtype.
     """
-    total, dtype = len(advantage_T), ratio_S.dtype
-    too_high_T = spread(ratio_S > _rounded(1 + clip_high, dtype), offsets, total) & (advantage_T > 0)
-    too_low_T = spread(ratio_S < _rounded(1 - clip_low, dtype), offsets, total) & (advantage_T < 0)
+    total, dtype = len(advantage_T), compared_S.dtype
+    too_high_T = spread(compared_S > _rounded(1 + clip_high, dtype), offsets, total) & (advantage_T > 0)
+    too_low_T = spread(compared_S < _rounded(1 - clip_low, dtype), offsets, total) & (advantage_T < 0)
     return (too_high_T | too_low_T) & (weight_T != 0)
 
 
@@ -112,9 +137,8 @@ def segment_sums(
 
     Ranks that hold parts of the same segments add these up.
     """
-    delta_S = segment_sum(logprob_T.double() - old_logprob_T.double(), offsets)
-    gain_S, loss_S = _signed_sums(advantage_T, weight_T, offsets)
-    return torch.stack([segment_count(offsets, delta_S), delta_S, gain_S, loss_S], dim=1)
+    delta_S, count_S = segment_deltas(logprob_T, old_logprob_T, offsets)
+    return torch.stack([count_S, delta_S, *_signed_sums(advantage_T, weight_T, offsets)], dim=1)
 
 
 def _signed_sums(advantage_T: Tensor, weight_T: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -125,6 +149,11 @@ def _signed_sums(advantage_T: Tensor, weight_T: Tensor, offsets: Tensor | None) 
         segment_sum(product_T.masked_fill(negative_T, 0), offsets),
         segment_sum(product_T.masked_fill(~negative_T, 0), offsets),
     )
+
+
+def _narrowing(count_S: Tensor, power: float) -> Tensor:
+    """Return n^-power, by which bounds are narrowed. An empty segment does not use it."""
+    return count_S**-power
 
 
 def _times(factor_S: Tensor, sum_S: Tensor) -> Tensor:

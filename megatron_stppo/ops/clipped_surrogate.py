@@ -25,7 +25,8 @@ from megatron_stppo.ops.extension import has_data, is_one
 INTEGERS = (torch.int32, torch.int64)
 TOTALS, SEGMENT_SUMS = 10, 4  # SURROGATE_TOTALS and SEGMENT_SUMS of csrc/ops.h
 MAX_BLOCKS = 2**31 - 1  # blocks of a GPU kernel; only tests change it, and results do not depend on it
-Bounds = tuple[float, float, float | None, Pooling]  # clip_low, clip_high, dual_clip, pooling
+# clip_low, clip_high, dual_clip, clip_length_power, pooling
+Bounds = tuple[float, float, float | None, float, Pooling]
 
 
 class ClippedSurrogate(NamedTuple):
@@ -60,21 +61,23 @@ def clipped_surrogate(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    clip_length_power: float = 0.0,
     weight: float | Tensor | None = None,
     pooling: Pooling = "mean",
     sum_p_sq: Tensor | None = None,
     with_bias: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> ClippedSurrogate:
-    """Return J = sum_t c_t min(w A_t, clip(w, 1-clip_low, 1+clip_high) A_t) and statistics of the clipping.
+    """Return J = sum_t c_t min(w A_t, clip(w, low, high) A_t) and statistics of the clipping.
 
-    w is the ratio of the segment of token t. Definitions, NaN handling and the derivative are in
-    megatron_stppo/algorithm/surrogate.py.
+    w is the ratio of the segment of token t, low = 1 - clip_low n^-p and high = 1 + clip_high n^-p. n is the
+    number of the segment's tokens, on all ranks of `group`, and p is clip_length_power. Definitions, NaN
+    handling and the derivative are in megatron_stppo/algorithm/surrogate.py.
 
     logprob, old_logprob, advantage: float32 [T].
     segment_offsets: int32 or int64 [S+1], from 0 to T, non-decreasing. None: every token is a segment.
-    clip_low: in [0, 1]. clip_high: at least 0. dual_clip: above 1, an upper bound of w where A < 0; None: no
-    bound.
+    clip_low: in [0, 1]. clip_high: at least 0. dual_clip: above 1; 1 + (dual_clip-1) n^-p is an upper bound
+    of w where A < 0; None: no bound. clip_length_power: at least 0; 0: the same bounds for every length.
     weight: c, a number, float32 [T], or None for 1/T.
     pooling: "mean": w is the geometric mean of the segment's token ratios; "sum": their product.
     sum_p_sq: float32 [T] from vocab_logprob, needed for logit_bias_sq and logit_grad_sq.
@@ -100,6 +103,7 @@ def clipped_surrogate(
     if weight is None:
         weight = 1 / max(1, len(logprob))
     assert 0 <= clip_low <= 1 and clip_high >= 0 and (dual_clip is None or dual_clip > 1)
+    assert 0 <= clip_length_power < math.inf
     with torch.no_grad():
         if not isinstance(weight, Tensor) and weight == 0:
             weight = torch.zeros_like(logprob)  # a tensor makes the kernels mask NaN
@@ -108,7 +112,7 @@ def clipped_surrogate(
         if group is not None and segment_offsets is not None and dist.get_world_size(group) > 1:
             whole = summed(*inputs, segment_offsets)
             dist.all_reduce(whole, group=group)
-        bounds = (clip_low, clip_high, dual_clip, pooling)
+        bounds = (clip_low, clip_high, dual_clip, clip_length_power, pooling)
         totals, ratio, gradient_T, bias_T = computed(
             *inputs, segment_offsets, bounds, sum_p_sq, with_bias, whole
         )
@@ -183,7 +187,7 @@ def _run(
     advantage: Tensor,
     weight: float | Tensor,
     offsets: Tensor | None,
-    bounds: Bounds = (0.0, 0.0, None, "mean"),
+    bounds: Bounds = (0.0, 0.0, None, 0.0, "mean"),
     sum_p_sq: Tensor | None = None,
     outputs: Sequence[Tensor | None] = (None,) * 4,
     part: Tensor | None = None,
@@ -201,14 +205,14 @@ def _run(
         check_offsets("segment_offsets", offsets, total)  # raises: the offsets are empty
     tiles = extension.surrogate_tiles(total + (0 if offsets is None else segments))
     workspace = torch.empty(tiles * extension.SURROGATE_ROW, dtype=torch.float64, device=logprob.device)
-    clip_low, clip_high, dual_clip, pooling = bounds
+    clip_low, clip_high, dual_clip, length_power, pooling = bounds
     per_token, uniform = (weight, 0.0) if isinstance(weight, Tensor) else (None, float(weight))
     status = extension.run(
         "clipped_surrogate",
         logprob.device,
         *(logprob, old_logprob, advantage, per_token, sum_p_sq, None if offsets is None else offsets.long()),
         *(total, segments, uniform, 1 - clip_low, 1 + clip_high),
-        math.inf if dual_clip is None else dual_clip,
+        *(math.inf if dual_clip is None else dual_clip, length_power),
         pooling == "sum",
         *outputs,
         *(workspace, extension.tickets(logprob.device, 2 + 2 * tiles), MAX_BLOCKS, part, whole),
@@ -231,12 +235,13 @@ def _fallback(
     """Compute the outputs with the torch fallback, from the reference implementation in algorithm/."""
     if offsets is not None:
         check_offsets("segment_offsets", offsets, len(logprob))
-    clip_low, clip_high, dual_clip, pooling = bounds
+    clip_low, clip_high, dual_clip, length_power, pooling = bounds
     result = surrogate(
         *(logprob, old_logprob, advantage, weight_T, offsets),
         clip_low=clip_low,
         clip_high=clip_high,
         dual_clip=dual_clip,
+        clip_length_power=length_power,
         pooling=pooling,
         whole=whole,
     )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio
-from megatron_stppo.algorithm.surrogate import segment_sums, surrogate
+from megatron_stppo.algorithm.surrogate import compared, segment_sums, surrogate
 from megatron_stppo.algorithm.variants import VARIANTS
 from tests.algorithm.reference import objective
 
@@ -152,6 +152,46 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
     assert evaluate([2.0], [-1.0], None, dual_clip=2.0).gradient_T.item() == -2  # on the bound
 
 
+def test_the_bounds_of_a_turn_follow_its_own_length():
+    # Two turns, n = 1 and n = 4, of ratio 1.1 with A = 1, and of 0.9 with A = -1. p = 1: bounds 1 -+ 0.2 / n.
+    n = torch.tensor([0, 1, 5])
+    up = evaluate([1.1] * 5, [1.0] * 5, n, clip_length_power=1.0)
+    assert up.clipped_T.tolist() == [False, True, True, True, True]
+    assert up.objective.item() == pytest.approx((1.1 + 4 * 1.05) / 5)
+    assert up.gradient_T.tolist() == pytest.approx([1.1 / 5, 0, 0, 0, 0])
+    assert up.bias_T.tolist() == pytest.approx([0] + [1.1 / 5] * 4)
+    down = evaluate([0.9] * 5, [-1.0] * 5, n, clip_length_power=1.0)
+    assert down.clipped_T.tolist() == [False, True, True, True, True]
+    assert down.objective.item() == pytest.approx(-(0.9 + 4 * 0.95) / 5)
+    # p = 1/2: bounds 1 -+ 0.2 / 2 for n = 4: 1.09 is inside, 1.11 is not.
+    for ratio, clipped in ((1.09, False), (1.11, True), (0.91, False), (0.89, True)):
+        sign = 1.0 if ratio > 1 else -1.0
+        out = evaluate([ratio] * 4, [sign] * 4, torch.tensor([0, 4]), clip_length_power=0.5)
+        assert out.clipped_T.tolist() == [clipped] * 4
+
+
+def test_the_dual_bound_follows_the_length_too():
+    # n = 4, dual_clip 3: 1 + 2 / 4. Ratio 1.6 with A = -1 becomes 1.5 without gradient; 1.4 is kept.
+    turn = torch.tensor([0, 4])
+    out = evaluate([1.6] * 4, [-1.0] * 4, turn, dual_clip=3.0, clip_length_power=1.0)
+    assert out.objective.item() == pytest.approx(-1.5)
+    assert not out.gradient_T.any() and not out.bias_T.any() and not out.clipped_T.any()
+    kept = evaluate([1.4] * 4, [-1.0] * 4, turn, dual_clip=3.0, clip_length_power=1.0)
+    assert kept.gradient_T.tolist() == pytest.approx([-1.4 / 4] * 4)
+
+
+def test_a_ratio_is_compared_as_if_its_distance_from_1_were_that_of_one_token():
+    # w = 1.04, 0.96 and 1.04, with 4, 4 and 1 tokens. n^p is 4, 4 and 1 for p = 1; 2, 2 and 1 for p = 1/2.
+    ratio, count = (torch.tensor(x, dtype=torch.float64) for x in ([1.04, 0.96, 1.04], [4.0, 4, 1]))
+    for power, expected in ((0, [1.04, 0.96, 1.04]), (0.5, [1.08, 0.92, 1.04]), (1, [1.16, 0.84, 1.04])):
+        assert compared(ratio, count, power, torch.float64).tolist() == pytest.approx(expected)
+
+
+def test_an_empty_turn_with_bounds_that_follow_the_length_changes_nothing():
+    out = evaluate([1.1, 0.9], [1.0, 1.0], torch.tensor([0, 0, 2, 2]), clip_length_power=1.0)
+    assert out.ratio_S.tolist() == pytest.approx([1, 0.99**0.5, 1]) and out.objective.isfinite()
+
+
 def test_two_ranks_that_share_a_turn_clip_it_by_the_ratio_of_all_its_tokens():
     # Token ratios 1.44 and 1: the turn's is 1.2. A = 1 and 2, c = 1/2: the shares of J are 0.6 and 1.2.
     turn, old, half = torch.tensor([0, 1]), torch.zeros(1), torch.full((1,), 0.5)
@@ -163,6 +203,13 @@ def test_two_ranks_that_share_a_turn_clip_it_by_the_ratio_of_all_its_tokens():
     assert [out.ratio_S.item() for out in outs] == pytest.approx([1.2, 1.2])
     assert [out.objective.item() for out in outs] == pytest.approx([0.6, 1.2])
     assert [out.gradient_T.item() for out in outs] == pytest.approx([1.2 / 2 * 1.5] * 2)
+    # The turn has 2 tokens, not 1: bound 1 + 0.3 / 2.
+    outs = [
+        surrogate(*columns, turn, clip_low=0.2, clip_high=0.3, clip_length_power=1.0, whole=whole)
+        for columns in ranks
+    ]
+    assert [out.objective.item() for out in outs] == pytest.approx([1.15 / 2, 1.15])
+    assert all(out.clipped_T.item() and out.gradient_T.item() == 0 for out in outs)
 
 
 def test_empty_turns_have_ratio_1_and_change_nothing():
@@ -212,8 +259,9 @@ lengths = st.lists(st.integers(0, 5), min_size=1, max_size=8)
     st.sampled_from([None, 1.5]),
     st.sampled_from(["mean", "sum"]),
     st.sampled_from([(0.2, 0.2), (0.0, 0.0), (0.1, 0.28)]),
+    st.sampled_from([0.0, 0.5, 1.0]),
 )
-def test_gradient_equals_autograd_of_the_definition(lengths, seed, dual_clip, pooling, clip):
+def test_gradient_equals_autograd_of_the_definition(lengths, seed, dual_clip, pooling, clip, power):
     generator = torch.Generator().manual_seed(seed)
     offsets = [0]
     for n in lengths:
@@ -222,7 +270,7 @@ def test_gradient_equals_autograd_of_the_definition(lengths, seed, dual_clip, po
     old, advantage, weight = draw[0], draw[1], draw[2].abs()
     logprob = (old + 0.4 * draw[3]).requires_grad_()
     low, high = clip
-    expected = objective(logprob, old, advantage, weight, offsets, low, high, dual_clip, pooling)
+    expected = objective(logprob, old, advantage, weight, offsets, low, high, dual_clip, pooling, power)
     out = surrogate(
         logprob,
         old,
@@ -232,6 +280,7 @@ def test_gradient_equals_autograd_of_the_definition(lengths, seed, dual_clip, po
         clip_low=low,
         clip_high=high,
         dual_clip=dual_clip,
+        clip_length_power=power,
         pooling=pooling,
     )
     torch.testing.assert_close(out.objective, expected.detach(), rtol=1e-10, atol=1e-12)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_stppo import ops
 from tests.algorithm.reference import objective
-from tests.ops.draws import offsets_of, three
+from tests.ops.draws import offsets_of, three, uniform
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -100,6 +100,37 @@ def test_masked_tokens_may_be_nan_and_are_not_counted():
     assert logprob.grad.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("tokens", [2048, 32_768, 40_000])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_bound_of_1e_4_or_less_acts_within_1_percent(tokens, sign):
+    # A turn of one token stands before the long one, whose bound is 1 + sign * 0.2 / n.
+    bound = math.log1p(sign * 0.2 / tokens)
+    old = -5 * uniform(tokens + 1, seed=1)
+    for times, clipped in ((0.99, False), (1.01, True)):
+        new = old + times * bound
+        advantage = torch.full_like(old, sign)
+        out = ops.clipped_surrogate(
+            *(new, old, advantage, offsets_of(1, tokens)), clip_length_power=1.0, with_bias=True
+        )
+        assert out.clipped.item() == (tokens if clipped else 0)
+        assert (out.grad_T[1:] == 0).all().item() is clipped
+        assert (out.bias_T[1:] == 0).all().item() is not clipped
+        assert out.ratio[1].item() == pytest.approx(math.exp(times * bound), abs=1e-7)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_turns_of_one_token_have_the_bounds_of_tokens(power):
+    given, settings = three(3000), {"weight": 0.5, "dual_clip": 1.5, "with_bias": True}
+    by_token = ops.clipped_surrogate(*given, **settings)
+    alone = ops.clipped_surrogate(*given, offsets_of(*[1] * 3000), clip_length_power=power, **settings)
+    assert 0 < by_token.clipped < 3000
+    assert all(x.equal(y) for x, y in zip(by_token, alone, strict=True))
+    given = [torch.cat([x, x[:2]]) for x in given]  # with a turn of two, which is processed otherwise
+    among = ops.clipped_surrogate(*given, offsets_of(*[1] * 3000, 2), clip_length_power=power, **settings)
+    assert among.ratio[:3000].equal(alone.ratio)
+    assert among.grad_T[:3000].equal(alone.grad_T) and among.bias_T[:3000].equal(alone.bias_T)
+
+
 def test_backward_runs_without_tokens_or_segments():
     for offsets in (None, torch.tensor([0]), torch.tensor([0, 0, 0])):
         logprob = torch.zeros(0, requires_grad=True)
@@ -119,15 +150,23 @@ def test_long_and_one_token_turns_together_repeat_bitwise():
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, 6), max_size=6), st.integers(0, 2**31))
-def test_backward_equals_float64_autograd_of_the_definition(lengths, seed):
+@given(
+    st.lists(st.integers(0, 6), max_size=6),
+    st.integers(0, 2**31),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from([None, 1.5]),
+)
+def test_backward_equals_float64_autograd_of_the_definition(lengths, seed, power, dual_clip):
     offsets = offsets_of(*lengths)
     new, old, advantage = three(sum(lengths), seed=seed, scale=0.5)
     logprob, exact = new.clone().requires_grad_(), new.double().requires_grad_()
-    out = ops.clipped_surrogate(logprob, old, advantage, offsets, weight=0.25)
+    settings = {"dual_clip": dual_clip, "clip_length_power": power}
+    out = ops.clipped_surrogate(logprob, old, advantage, offsets, weight=0.25, **settings)
     out.objective.backward()
     weight = torch.full_like(exact, 0.25)
-    expected = objective(exact, old.double(), advantage.double(), weight, offsets.tolist())
+    expected = objective(
+        *(exact, old.double(), advantage.double(), weight, offsets.tolist()), dual_clip=dual_clip, power=power
+    )
     expected.backward()
     torch.testing.assert_close(out.objective.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logprob.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)

@@ -33,7 +33,11 @@ def part_of(rank):
     return torch.tensor(chosen, dtype=torch.int64), torch.tensor(offsets)
 
 
-CASES = [{}, {"pooling": "sum", "dual_clip": 2.0, "clip_low": 0.1}]
+CASES = [
+    {},
+    {"pooling": "sum", "dual_clip": 2.0, "clip_low": 0.1},
+    {"clip_length_power": 1.0, "dual_clip": 1.5},
+]
 
 
 def on_a_rank():

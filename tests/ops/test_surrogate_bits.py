@@ -24,10 +24,16 @@ def inputs(total, device):
     return three(total), {"weight": weight * (weight > 0.2), "sum_p_sq": uniform(total, seed=3)}
 
 
-def mixed():
+def mixed(power=0.0):
     """Run the op on turns of all length classes. Two long turns are neighbours."""
     given, settings = inputs(sum(LENGTHS), torch.get_default_device())
-    return ops.clipped_surrogate(*given, offsets_of(*LENGTHS), **settings, with_bias=True)
+    return ops.clipped_surrogate(
+        *given, offsets_of(*LENGTHS), **settings, clip_length_power=power, with_bias=True
+    )
+
+
+def narrowed():
+    return mixed(0.7)
 
 
 def by_token():
@@ -35,14 +41,14 @@ def by_token():
     return ops.clipped_surrogate(*given, **settings, with_bias=True)
 
 
-@pytest.mark.parametrize("evaluate", [mixed, by_token])
+@pytest.mark.parametrize("evaluate", [mixed, narrowed, by_token])
 def test_100_repeats_are_bitwise_equal(evaluate):
     first = evaluate()
     for _ in range(99):
         assert same_bits(first, evaluate())
 
 
-@pytest.mark.parametrize("evaluate", [mixed, by_token])
+@pytest.mark.parametrize("evaluate", [mixed, narrowed, by_token])
 def test_the_grid_of_a_gpu_changes_no_bit(evaluate, monkeypatch, raises):
     if raises:
         pytest.skip("no grid: these run on a GPU, and on the CUDA kernels in tests/csrc/emulated")
@@ -52,7 +58,7 @@ def test_the_grid_of_a_gpu_changes_no_bit(evaluate, monkeypatch, raises):
         assert same_bits(whole, evaluate())
 
 
-@pytest.mark.parametrize("evaluate", [mixed, by_token])
+@pytest.mark.parametrize("evaluate", [mixed, narrowed, by_token])
 def test_threads_change_no_bit(evaluate, implementation):
     before = torch.get_num_threads()
     results = []
@@ -71,12 +77,13 @@ def test_threads_change_no_bit(evaluate, implementation):
 @pytest.mark.parametrize("length", [1, 3, 31, 33, 100, 512, 513, 5000, 33_000])
 def test_the_bits_of_a_turn_do_not_depend_on_its_neighbours(length):
     turn = three(length, seed=1)
-    alone = ops.clipped_surrogate(*turn, offsets_of(length), weight=0.5, with_bias=True)
+    settings = {"weight": 0.5, "clip_length_power": 0.7, "with_bias": True}
+    alone = ops.clipped_surrogate(*turn, offsets_of(length), **settings)
     for before in (1, 2, 7, 17, 4096) if length < 4096 else (1, 7, 4095):
         for cut in (offsets_of(before, length, 2), offsets_of(*[1] * before, length, 1, 1)):
             around = three(before + 2)
             packed = [torch.cat([a[:before], b, a[before:]]) for a, b in zip(around, turn, strict=True)]
-            out = ops.clipped_surrogate(*packed, cut, weight=0.5, with_bias=True)
+            out = ops.clipped_surrogate(*packed, cut, **settings)
             mine = slice(before, before + length)
             where = 1 if len(cut) == 4 else before
             assert out.ratio[where].equal(alone.ratio[0])
@@ -131,12 +138,14 @@ def test_the_float64_sums_of_a_turn_do_not_depend_on_the_tile(tile, device, tile
 
 
 @pytest.mark.parametrize("tile", SIZES)
-def test_all_outputs_equal_the_fallbacks_for_every_tile(tile, device, tiled):
+@pytest.mark.parametrize("power", [0.0, 1.0])
+def test_all_outputs_equal_the_fallbacks_for_every_tile(tile, power, device, tiled):
     given, settings, cut = large(SIZES[tile], device)
-    for segments in (cut, None):
-        mine = ops.clipped_surrogate(*given, segments, **settings, with_bias=True)
+    settings = settings | {"clip_length_power": power, "with_bias": True}
+    for segments in (cut, None) if power == 0 else (cut,):
+        mine = ops.clipped_surrogate(*given, segments, **settings)
         with fallback():
-            expected = ops.clipped_surrogate(*given, segments, **settings, with_bias=True)
+            expected = ops.clipped_surrogate(*given, segments, **settings)
         assert mine.tokens.item() == (settings["weight"] != 0).sum().item()
         for name, value in mine._asdict().items():
             other = getattr(expected, name)

@@ -12,13 +12,16 @@ pytestmark = pytest.mark.usefixtures("device")
 LENGTHS = [3, 0, 700, 33_000, 1, 40, 5000]  # 33,000 tokens are more than one block processes alone
 
 
-@pytest.mark.parametrize(("pooling", "dual", "scale"), [("mean", None, 0.5), ("sum", 1.5, 0.02)])
-def test_two_parts_of_every_turn_make_the_whole(pooling, dual, scale):
+@pytest.mark.parametrize(
+    ("pooling", "dual", "power", "scale"),
+    [("mean", None, 0.0, 0.5), ("sum", 1.5, 0.0, 0.02), ("mean", 1.5, 1.0, 0.5)],
+)
+def test_two_parts_of_every_turn_make_the_whole(pooling, dual, power, scale):
     total = sum(LENGTHS)
     inputs, sum_p_sq = (*three(total, scale=scale), uniform(total)), 0.5 + uniform(total, seed=1) / 2
 
     def compute(tensors, offsets, sum_p_sq, sums):
-        bounds = (0.2, 0.2, dual, pooling)
+        bounds = (0.2, 0.2, dual, power, pooling)
         out = surrogate.computed(*tensors, offsets, bounds, sum_p_sq, True, sums)
         objective, *statistics = out[0]
         return surrogate.ClippedSurrogate(objective, out[1], *statistics, *out[2:])
