@@ -15,9 +15,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "s_ppo": {"segments": "token", "correction": "logit", "rate": "constant", "advantage": "gae"},
     "st_ppo": {"segments": "turn", "correction": "logit", "rate": "constant", "advantage": "gae"},
     # st_ppo as printed in the paper: a mean over trajectories of means over their tokens, whose gradient is
-    # divided by its exact ||C||, even if ||C|| is small
+    # divided by its exact ||C||, even if ||C|| is small; bounds that do not follow the length of a turn
     "paper": {
         "segments": "turn",
+        "clip_length_power": 0,
         "correction": "gradient",
         "correction_apply": "gradient",
         "correction_unit": "mean",
@@ -78,6 +79,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rate": "constant",
         "advantage": "group",
         "aggregation": "sequence_mean_token_mean",
+        "clip_length_power": 0,  # its bounds are for whole sequences
         "clip_low": 3e-4,
         "clip_high": 4e-4,
     },

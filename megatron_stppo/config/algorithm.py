@@ -25,13 +25,27 @@ class AlgorithmConfig(Section):
     )
     pooling: Literal["mean", "sum"] = Field("mean", description="how a segment's log-ratios are combined")
     clip_low: float = Field(
-        0.2, ge=0, lt=1, description="ratios below 1 - clip_low are clipped if the advantage is negative"
+        0.2,
+        ge=0,
+        lt=1,
+        description="ratios below 1 - clip_low are clipped if the advantage is negative; of longer "
+        "segments, see clip_length_power",
     )
     clip_high: float = Field(
-        0.2, ge=0, description="ratios above 1 + clip_high are clipped if the advantage is positive"
+        0.2,
+        ge=0,
+        description="ratios above 1 + clip_high are clipped if the advantage is positive; of longer "
+        "segments, see clip_length_power",
     )
     dual_clip: float | None = Field(
         None, gt=1, description="largest ratio if the advantage is negative; null: no limit"
+    )
+    clip_length_power: float = Field(
+        1.0,
+        ge=0,
+        description="power p of the segment's number of tokens n: ratios are clipped at 1 - clip_low n^-p, "
+        "1 + clip_high n^-p and 1 + (dual_clip - 1) n^-p; 1: the segment's probability is bounded; 0, as in "
+        "the paper: the same bounds for every length; no effect with segments=token",
     )
     aggregation: Literal[
         "token_mean",
@@ -172,6 +186,15 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"correction={self.correction!r} with loss={self.loss}: the correction is for what clipping "
                 "removes, and such a loss does not clip; set correction to off and correction_probe to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_follow_a_mean(self) -> AlgorithmConfig:
+        if self.pooling == "sum" and self.segments != "token" and self.clip_length_power > 0:
+            raise ValueError(
+                f"clip_length_power={self.clip_length_power} with pooling='sum': such a ratio is already of "
+                "the segment's probability, so its bounds must not follow the length; set clip_length_power=0"
             )
         return self
 

@@ -163,7 +163,7 @@ def test_the_default_algorithm_has_a_ratio_per_token_and_a_rate_that_follows_the
     assert (given.segments, given.correction, given.rate, given.rate_kl) == ("token", "off", "kl", 0.002)
 
 
-def test_the_papers_form_is_st_ppo_and_six_settings(tmp_path: Path) -> None:
+def test_the_papers_form_is_st_ppo_and_seven_settings(tmp_path: Path) -> None:
     paper = load(minimal(tmp_path), ["algorithm.preset=paper"]).algorithm
     st_ppo = load(minimal(tmp_path), ["algorithm.preset=st_ppo"]).algorithm
     changed = {k: v for k, v in paper.model_dump().items() if v != st_ppo.model_dump()[k]}
@@ -175,7 +175,23 @@ def test_the_papers_form_is_st_ppo_and_six_settings(tmp_path: Path) -> None:
         "correction_strength": 1.0,
         "correction_floor": 0.0,
         "aggregation": "sequence_mean_token_mean",
+        "clip_length_power": 0.0,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "power"), [("st_ppo", 1), ("turn_ppo", 1), ("so_grpo", 1), ("turn_grpo", 1), ("gspo", 0)]
+)
+def test_bounds_of_turns_follow_their_length_and_those_of_gspo_do_not(name: str, power: int) -> None:
+    assert AlgorithmConfig(preset=name).clip_length_power == power
+
+
+def test_a_product_of_token_ratios_needs_bounds_that_do_not_follow_the_length() -> None:
+    given = {"preset": "st_ppo", "pooling": "sum"}
+    with pytest.raises(ValueError, match=r"clip_length_power=1\.0 .* set clip_length_power=0"):
+        AlgorithmConfig.model_validate(given)
+    AlgorithmConfig.model_validate({**given, "clip_length_power": 0})
+    AlgorithmConfig.model_validate({**given, "segments": "token"})
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -210,14 +210,18 @@ class Browser {
   }
 }
 
-// The full colour marks the clip bounds, taken from the first run that has them.
+// The full colour marks the clip bounds, taken from the first run that has them. Those of turns may follow their tokens n.
 function ratioTone() {
   const bound = (name) => RUNS.map((run) => Number(run.config[`algorithm.${name}`])).find((value) => value > 0 && value < 1) ?? 0.2;
-  const [low, high] = [1 - bound("clip_low"), 1 + bound("clip_high")];
+  const [below, above] = [bound("clip_low"), bound("clip_high")];
+  const by = RUNS.find((run) => run.config["algorithm.clip_low"] !== undefined)?.config ?? {};
+  const power = by["algorithm.segments"] === '"turn"' ? Number(by["algorithm.clip_length_power"]) || 0 : 0;
+  const over = power === 0 ? "" : power === 1 ? " / n" : ` / n^${digits(power)}`;
   return {
-    ends: [digits(low), "1", digits(high)],
-    of: ({ ratio }) => {
+    ends: over ? [`1 − ${digits(below)}${over}`, "1", `1 + ${digits(above)}${over}, n tokens`] : [digits(1 - below), "1", digits(1 + above)],
+    of: ({ ratio, tokens }) => {
       if (!(ratio >= 0)) return null;
+      const narrow = Math.max(1, tokens || 1) ** -power, [low, high] = [1 - below * narrow, 1 + above * narrow];
       return ratio < 1 ? -Math.min(1, Math.log(ratio) / Math.log(low)) : Math.min(1, Math.log(ratio) / Math.log(high));
     },
   };

@@ -136,6 +136,7 @@ class ActorLoss:
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
+            clip_length_power=a.clip_length_power,
             weight=weight_T,
             pooling=a.pooling,
             group=group,

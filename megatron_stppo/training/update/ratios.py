@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio, segment_sum, spread
+from megatron_stppo.algorithm.ratio import ratio_of, segment_deltas, segment_offsets, segment_sum, spread
 from megatron_stppo.algorithm.selection import leaving, turn_sums
-from megatron_stppo.algorithm.surrogate import clipped
+from megatron_stppo.algorithm.surrogate import clipped, compared
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.training.update.minibatches import chosen_tokens
@@ -52,15 +52,18 @@ class StepRatios:
         assert advantage_T is not None
         old_T = logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
         offsets = segment_offsets(a.segments, batch.turn_offsets, batch.action_offsets)
-        ratio_S, _ = segment_ratio(logprob_T, old_T, offsets, a.pooling)
+        delta_S, count_S = segment_deltas(logprob_T, old_T, offsets)
+        exact_S, _ = ratio_of(delta_S, count_S, a.pooling)
+        compared_S = compared(exact_S, count_S, a.clip_length_power, logprob_T.dtype)
         if a.select == "turn":
             sums = turn_sums(logprob_T, old_T, advantage_T, weight_T, batch.turn_offsets)
             left_T = leaving(sums, batch.turn_offsets, a.select_bound, len(weight_T))
         in_T = weight_T.masked_fill(left_T, 0)
-        clipped_T = clipped(ratio_S, advantage_T, in_T, offsets, a.clip_low, a.clip_high)
+        clipped_T = clipped(compared_S, advantage_T, in_T, offsets, a.clip_low, a.clip_high)
         if a.loss is not None:  # a loss of the user does not clip
             clipped_T = torch.zeros_like(clipped_T)
-        return cls(chosen_tokens(batch, chosen), weight_T != 0, logprob_T, ratio_S, clipped_T, left_T)
+        ratio_S, chosen_T = exact_S.to(logprob_T.dtype), chosen_tokens(batch, chosen)
+        return cls(chosen_T, weight_T != 0, logprob_T, ratio_S, clipped_T, left_T)
 
     @property
     def selected(self) -> float:

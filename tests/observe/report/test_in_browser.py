@@ -202,6 +202,22 @@ def test_turns_are_coloured_and_clipped_ones_marked(browser: Browser, pages: tup
     assert "the update recorded nothing for this turn" in text(browser, ".turn h4")
 
 
+def test_the_full_colour_is_the_bound_of_a_turn_of_this_length(browser: Browser, tmp_path: Path) -> None:
+    # 5 tokens: the bound is 1 + 0.2 / 5 = 1.04, and log 1.02 is half of log 1.04.
+    run = hostile.write(tmp_path / "run")
+    bounds = "segments: turn, clip_low: 0.2, clip_high: 0.2, clip_length_power: 1"
+    (run / "config.yaml").write_text(f"algorithm: {{{bounds}}}\n")
+    of_turns = hostile.lines({"turns": [hostile.told(ratio=1.02), hostile.told(ratio=1.05)]})
+    (run / "trajectories" / "iteration-00001.turns.jsonl").write_text(of_turns)
+    page.draw([run], tmp_path / "page.html")
+    opened(browser, tmp_path / "page.html")
+    strengths = (
+        "[...document.querySelectorAll('.turn')].map((one) => one.style.getPropertyValue('--strength'))"
+    )
+    assert browser.ask(strengths) == ["50%", "100%"]
+    assert text(browser, "#scale").startswith("1 − 0.2 / n1 + 0.2 / n, n tokens")
+
+
 def test_arrow_keys_move_through_the_list(browser: Browser, pages: tuple[Path, Path]) -> None:
     opened(browser, pages[0])
     seen: list[str] = []

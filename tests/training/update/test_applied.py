@@ -16,7 +16,8 @@ HALVED = {
     "correction_strength": 1,
     "correction_floor": 2.0,
 }
-PRINTED = {"preset": "paper", "aggregation": "token_mean"}  # with the weights of turn_ppo, to compare the two
+# with the weights and the bounds of turn_ppo, to compare the two
+PRINTED = {"preset": "paper", "aggregation": "token_mean", "clip_length_power": 1}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "turn_ppo": {"preset": "turn_ppo"},
     "step": {**HALVED, "correction_apply": "step"},
@@ -30,8 +31,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "both": {**HALVED, "rate": "open_loop", "rate_profile": [0.25]},
     "sums": {"preset": "turn_ppo", "aggregation": "sequence_mean_token_sum"},
     "short": {"preset": "turn_ppo"},
-    "wide": {"preset": "turn_ppo", "clip_low": 0.99, "clip_high": 1000.0},
-    "products": {"preset": "turn_ppo", "pooling": "sum"},
+    "wide": {"preset": "turn_ppo", "clip_low": 0.99, "clip_high": 1000.0, "clip_length_power": 0},
+    "products": {"preset": "turn_ppo", "pooling": "sum", "clip_length_power": 0},
     "entropy": {"preset": "turn_ppo", "entropy_coefficient": 0.01},
     "twice the entropy": {"preset": "turn_ppo", "entropy_coefficient": 0.02},
     "kl": {"preset": "turn_ppo", "kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1},

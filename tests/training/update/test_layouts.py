@@ -131,8 +131,9 @@ def _actor(
             continue
         ratio = torch.exp((logprob_T[first:last] - old_T[first:last]).mean())  # one per turn
         advantage = given.advantage_T[first:last].double()
-        objective += torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum() / count
-        outside = (advantage > 0) & (ratio > 1.2) | (advantage < 0) & (ratio < 0.8)
+        low, high = 1 - 0.2 / (last - first), 1 + 0.2 / (last - first)
+        objective += torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).sum() / count
+        outside = (advantage > 0) & (ratio > high) | (advantage < 0) & (ratio < low)
         clipped += int(outside.sum())
         ratios.append(ratio.item())
         for name in _turn_names(given, first):

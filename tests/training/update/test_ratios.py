@@ -38,7 +38,7 @@ def row_of(given: Batch, ratios: list[float], **settings: object) -> dict[str, f
 
 
 def test_clip_fraction_by_turn_matches_a_hand_calculation() -> None:
-    # Turns of 2 and 1 tokens, and of 1 token, all with A = 1, bound 1.2. Their ratios: sqrt(1 * 4) = 2, 1, 1.
+    # Turns of 2 and 1 tokens, and of 1 token, A = 1, bounds 1.1 and 1.2. Ratios: sqrt(1 * 4) = 2, 1, 1.
     row = row_of(batch((2, 1), (1,)), [1.0, 4.0, 1.0, 1.0])
     assert row["actor/clip_fraction_turn_1"] == pytest.approx(2 / 3)
     assert row["actor/clip_fraction_turn_2"] == 0
@@ -120,6 +120,7 @@ def test_reported_clipping_is_that_of_the_surrogate() -> None:
             *(logprob_T, torch.zeros(13), advantage_T, torch.ones(13), offsets),
             clip_low=0.2,
             clip_high=0.2,
+            clip_length_power=1.0,
         )
         assert 0 < whole.clipped_T.sum() < 13
         row = out.row()

@@ -1,4 +1,7 @@
-"""Records of turns, with numbers to check by hand. Ratios are given, old log-probs are 0, clip 0.2."""
+"""Records of turns, with numbers to check by hand. Ratios are given, old log-probs are 0, clip 0.2.
+
+Turns have 2 tokens, so their bounds are 0.9 and 1.1.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from megatron_stppo.training.update.ratios import StepRatios
 from megatron_stppo.training.update.turns import turns
 
 TASK = Task("t", (), ("a",), "train", 0)
-# Turn one: token ratios 1.44 and 1, geometric mean 1.2, on the bound. Turn two: 0.25 and 1, mean 0.5.
+# Turn one: token ratios 1.44 and 1, geometric mean 1.2. Turn two: 0.25 and 1, mean 0.5.
 RATIO_T = [1.44, 1.0, 0.25, 1.0, 9.0]
 
 
@@ -46,16 +49,21 @@ def test_a_turn_has_its_ratio_its_mean_advantage_and_its_clipped_tokens() -> Non
         "tokens": 2,
         "advantage": 1.5,
         "ratio": 1.2,
-        "clipped": 0,
+        "clipped": 2,
         "mismatch": pytest.approx(2.71828),
     }
     assert two == {"tokens": 2, "advantage": -1.0, "ratio": 0.5, "clipped": 2, "mismatch": 1.0}
     assert failed == {"tokens": 1, "advantage": None, "ratio": None, "clipped": None, "mismatch": None}
 
 
-@pytest.mark.parametrize(("preset", "clipped"), [("ppo", [1, 1]), ("turn_ppo", [0, 2]), ("gspo", [0, 2])])
+@pytest.mark.parametrize(
+    ("preset", "clipped"), [("ppo", [1, 1]), ("turn_ppo", [2, 2]), ("paper", [0, 2]), ("gspo", [0, 2])]
+)
 def test_tokens_are_clipped_by_the_segments_of_the_algorithm(preset: str, clipped: list[int]) -> None:
-    """The trajectory's ratio is (1.44 * 0.25)^(1/4) = 0.775: below the bound where A < 0."""
+    """The trajectory's ratio is (1.44 * 0.25)^(1/4) = 0.775: below the bound where A < 0.
+
+    A turn of ratio 1.2 is on the bound of `paper`, which does not follow the length.
+    """
     told = records(batch(), preset=preset)[0]
     assert [turn["clipped"] for turn in told] == clipped
     assert [turn["ratio"] for turn in told] == [1.2, 0.5]
