@@ -13,9 +13,20 @@ from torch import Tensor
 
 from megatron_stppo.algorithm.ratio import segment_sum, spread
 
+Lambda = float | Tensor  # one, or one per trajectory, float64 [N]
+
+
+def of_length(trajectory_offsets: Tensor, alpha: float) -> Tensor:
+    """Return lambda = 1 - 1 / (alpha l) for each trajectory of l steps, at least 0, float64 [N].
+
+    Source: VAPO, arXiv 2504.05118, equation 9. Example: 10 steps and alpha = 1.5 give 0.9333.
+    """
+    length_N = trajectory_offsets.diff().double()
+    return (1 - 1 / (alpha * length_N)).clamp(min=0)
+
 
 def token_level(
-    reward_T: Tensor, value_T: Tensor, trajectory_offsets: Tensor, gamma: float, lam: float
+    reward_T: Tensor, value_T: Tensor, trajectory_offsets: Tensor, gamma: float, lam: Lambda
 ) -> tuple[Tensor, Tensor]:
     """Return (advantage_T, return_T), float64, where return_T = advantage_T + value_T.
 
@@ -26,6 +37,8 @@ def token_level(
     remaining_T = _remaining(trajectory_offsets, len(reward_T))
     next_value_T = torch.zeros_like(value_T)
     next_value_T[:-1] = value_T[1:].masked_fill(remaining_T[:-1] == 0, 0)
+    if isinstance(lam, Tensor):
+        lam = spread(lam, trajectory_offsets, len(reward_T))
     advantage_T = _discounted_sum(reward_T + gamma * next_value_T - value_T, remaining_T, gamma * lam)
     return advantage_T, advantage_T + value_T
 
@@ -36,7 +49,7 @@ def turn_level(
     turn_offsets: Tensor,
     trajectory_offsets: Tensor,
     gamma: float,
-    lam: float,
+    lam: Lambda,
 ) -> tuple[Tensor, Tensor]:
     """Return (advantage_T, return_T), float64, with turns as the steps of GAE.
 
@@ -61,7 +74,7 @@ def _remaining(offsets: Tensor, total: int) -> Tensor:
     return last_T - torch.arange(total, device=offsets.device)
 
 
-def _discounted_sum(delta_T: Tensor, remaining_T: Tensor, factor: float) -> Tensor:
+def _discounted_sum(delta_T: Tensor, remaining_T: Tensor, factor: Lambda) -> Tensor:
     """Return sum_k factor^k delta_{t+k}, up to the end of the trajectory, by doubling.
 
     After the pass with stride j every token holds the sum over the 2j tokens that start at it, so
@@ -72,6 +85,7 @@ def _discounted_sum(delta_T: Tensor, remaining_T: Tensor, factor: float) -> Tens
     longest = int(remaining_T.max()) if len(remaining_T) else 0
     while stride <= longest:
         ahead_T = out_T[stride:].masked_fill(remaining_T[:-stride] < stride, 0)
-        out_T[:-stride] += factor**stride * ahead_T
+        near = factor[:-stride] if isinstance(factor, Tensor) else factor
+        out_T[:-stride] += near**stride * ahead_T
         stride *= 2
     return out_T

@@ -116,6 +116,15 @@ class AlgorithmConfig(Section):
     )
     gamma: float = Field(1.0, gt=0, le=1, description="discount per step of GAE")
     lam: float = Field(1.0, ge=0, le=1, description="lambda of GAE")
+    lam_critic: float | None = Field(
+        None, ge=0, le=1, description="lambda of the critic's returns; null: that of the advantages"
+    )
+    lam_length: float | None = Field(
+        None,
+        gt=0,
+        description="alpha of a lambda that follows the length l of a trajectory, in steps of GAE: the "
+        "advantages have 1 - 1 / (alpha l), at least 0, in place of lam; null: lam",
+    )
     whiten: bool = Field(True, description="scale advantages to mean 0 and variance 1 over the batch")
     value_clip: float = Field(0.5, gt=0, description="clipping range around the old value, as in PPO")
     kl_coefficient: float = Field(

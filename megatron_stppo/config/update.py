@@ -57,6 +57,13 @@ class UpdateConfig(Section):
     logit_rows: int = Field(
         4096, ge=1, description="rows of logits in memory at a time; a longer turn exceeds it"
     )
+    critic_only: int = Field(
+        0,
+        ge=0,
+        description="iterations at the start in which only the critic learns; the actor's steps are computed "
+        "and not applied",
+    )
+    critic_steps: int = Field(1, ge=1, description="optimizer steps of the critic per step of the actor")
     actor: ActorOptimizerConfig = ActorOptimizerConfig()
     critic: CriticOptimizerConfig = CriticOptimizerConfig()
 

@@ -13,6 +13,7 @@ COLUMNS = {
     "reward/mean": "reward {:.3f}",
     "rollout/exact_match": "exact match {:.3f}",
     "failed": "failed {:d}",
+    "critic/explained_variance": "critic explains {:.2f}",
     "rollout/tokens_per_second": "{:,.0f} tokens/s",
     "staleness": "staleness {:.2f}",
     "serving/trainer_idle_share": "trainer idle {:.0%}",

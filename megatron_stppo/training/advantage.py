@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.baselines import group_relative, whitened
-from megatron_stppo.algorithm.gae import token_level, turn_level
+from megatron_stppo.algorithm.gae import Lambda, of_length, token_level, turn_level
 from megatron_stppo.algorithm.own import OwnAdvantage
 from megatron_stppo.algorithm.ratio import spread
 from megatron_stppo.base.types import Batch
@@ -97,12 +98,25 @@ def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Te
     if batch.value_T is None:
         raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
     given = (reward_T.float(), batch.value_T)
-    factors = (algorithm.gamma, algorithm.lam)
     if algorithm.gae_level == "turn":
-        advantage_T, return_T = turn_level(*given, batch.turn_offsets, batch.action_offsets, *factors)
+        level = partial(turn_level, *given, batch.turn_offsets, batch.action_offsets, algorithm.gamma)
     else:
-        advantage_T, return_T = token_level(*given, batch.action_offsets, *factors)
+        level = partial(token_level, *given, batch.action_offsets, algorithm.gamma)
+    advantage_T, return_T = level(_lambda(batch, algorithm))
+    if algorithm.lam_critic is not None:
+        _, return_T = level(algorithm.lam_critic)
     return advantage_T.float(), return_T.float()
+
+
+def _lambda(batch: Batch, algorithm: AlgorithmConfig) -> Lambda:
+    """Return the lambda of the advantages: one, or one per trajectory, by the number of its steps of GAE."""
+    if algorithm.lam_length is None:
+        return algorithm.lam
+    offsets = batch.action_offsets
+    if algorithm.gae_level == "turn":
+        starts = batch.turn_offsets[:-1][batch.turn_offsets.diff() > 0]
+        offsets = torch.searchsorted(starts, offsets)
+    return of_length(offsets, algorithm.lam_length)
 
 
 def _rewards_vary(batch: Batch) -> bool:

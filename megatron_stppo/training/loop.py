@@ -78,9 +78,10 @@ def train(
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
             rollouts.load_for("update")
-            row, last, batch = update(learner, batch, iteration, hold, own.loss)
+            critic_only = iteration < config.update.critic_only
+            row, last, batch = update(learner, batch, iteration, hold or critic_only, own.loss)
             row |= describe(played.every, batch, iteration) | describe_groups(played.every, played.dropped)
-            row |= training.guard.look(done, row, batch, group_N, hold)
+            row |= training.guard.look(done, row, batch, group_N, hold, critic_only)
         log.write_turns(done, turns(batch, last, config.algorithm))
         row |= observer.measure(batch) | rollouts.measure() | written
         _check(config, row)

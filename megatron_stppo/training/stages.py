@@ -115,15 +115,16 @@ def _parts(learner: Learner, batch: Batch, iteration: int, epochs: int) -> list[
 def update(
     learner: Learner, batch: Batch, iteration: int, hold: bool = False, own: OwnLoss | None = None
 ) -> tuple[dict[str, float], StepRatios | None, Batch]:
-    """Make one step of the actor and one of the critic for every minibatch of every epoch. Collective.
+    """Make one step of the actor, and update.critic_steps of the critic, for every minibatch of every epoch.
 
-    Return the mean of the steps' metrics, the ratios of the last epoch, and the batch with old log-probs. The
-    metrics and ratios are equal on every rank. The ratios of a minibatch are computed before the step on it.
+    Collective. Return the mean of the steps' metrics (for the critic, of the last step on each minibatch),
+    the ratios of the last epoch, and the batch with old log-probs. Metrics and ratios are equal on every
+    rank. The ratios of a minibatch are computed before the step on it.
     If the batch has no old log-probs, they are those of the first step, which must be on all trajectories.
 
     iteration: the policy version that is updated.
     hold: the actor's steps are computed and reported, but its weights do not change. This is for a batch
-    whose rewards carry no signal. own: algorithm.loss.
+    whose rewards carry no signal, and for update.critic_only. own: algorithm.loss.
     If the batch of any rank has a number that is not finite, the whole batch is skipped, because whitening
     would spread that number over all advantages. This counts as one skipped step of each model, and None is
     returned instead of ratios.
@@ -150,7 +151,9 @@ def update(
                     return _skipped(learner, *(learner.trainers.keys() - {"actor"})), None, batch
             ratios.add(step.ratios)
             row = step.metrics
-            steps.append(row | critic_step(critic, valued, chosen, a.value_clip, packer) if critic else row)
+            for _ in range(config.update.critic_steps):
+                row = row | critic_step(critic, valued, chosen, a.value_clip, packer) if critic else row
+            steps.append(row)
     if a.correction_probe and learner.mesh.rank == 0:
         rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
     # not 0 only if scoring and update compute different log-probs, or with algorithm.old_policy=behaviour

@@ -61,6 +61,7 @@ def check(config: Config, world_size: int, command: str) -> None:
         raise ConfigError(refused)
     _check_nucleus(config)
     _check_profile(config)
+    _check_critic(config)
     serving.check(config)
     lora.check(config)
     megatron_fields.check(config)
@@ -236,6 +237,25 @@ def _check_nucleus(config: Config) -> None:
                 f"rollout.top_p={top_p}: algorithm.{setting} compares the engine's log-probs, which are "
                 "those of the tokens that nucleus sampling keeps, with the trainer's; set rollout.top_p=1"
             )
+
+
+def _check_critic(config: Config) -> None:
+    """Raise ConfigError for settings of a critic that the preset does not have."""
+    update, advantage = config.update, config.algorithm.advantage
+    for name, value, neutral in (
+        ("update.critic_only", update.critic_only, 0),
+        ("update.critic_steps", update.critic_steps, 1),
+    ):
+        if value != neutral and advantage != "gae":
+            raise ConfigError(
+                f"{name}={value} with algorithm.advantage={advantage}: there is no critic; set it to "
+                f"{neutral}, or choose a preset with a critic such as algorithm.preset=st_ppo"
+            )
+    if config.update.critic_only >= config.run.iterations:
+        raise ConfigError(
+            f"update.critic_only={update.critic_only} with run.iterations={config.run.iterations}: the actor "
+            "would never learn; choose fewer, or more iterations"
+        )
 
 
 def _check_profile(config: Config) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stppo.algorithm.gae import token_level, turn_level
+from megatron_stppo.algorithm.gae import of_length, token_level, turn_level
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.packing import to_batch
 
@@ -30,6 +30,22 @@ def test_gae_of_three_tokens_matches_a_hand_calculation():
     )
     assert advantage.tolist() == pytest.approx([-0.6875, 0.25, -1.0])
     assert returns.tolist() == pytest.approx([0.3125, 0.75, 1.0])
+
+
+def test_a_lambda_that_follows_the_length_is_1_minus_1_over_alpha_l_and_not_below_0():
+    assert of_length(torch.tensor([0, 1, 11, 11]), 1.5).tolist()[:2] == pytest.approx([1 / 3, 14 / 15])
+    assert of_length(torch.tensor([0, 10, 50]), 0.05).tolist() == pytest.approx([0, 0.5])
+
+
+def test_each_trajectory_has_its_own_lambda():
+    draw = torch.Generator().manual_seed(0)
+    reward, value = (torch.randn(40, generator=draw) for _ in range(2))
+    offsets, lam = torch.tensor([0, 7, 7, 8, 40]), torch.tensor([0.9, 0.3, 0.0, 0.5]).double()
+    advantage, returns = token_level(reward, value, offsets, 0.8, lam)
+    for one, (start, end) in zip(lam.tolist(), pairwise(offsets.tolist()), strict=True):
+        alone = by_definition(reward[start:end], value[start:end], [0, end - start], 0.8, one)
+        assert torch.allclose(advantage[start:end], alone, atol=1e-12)
+    assert torch.allclose(returns, advantage + value.double())
 
 
 def test_undiscounted_advantage_is_future_reward_minus_value_in_each_trajectory():

@@ -109,6 +109,25 @@ def test_gae_covers_every_action_token_and_skips_observations():
     assert turn.advantage_T.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0])
 
 
+def test_the_critic_can_have_a_lambda_of_its_own():
+    # 4 tokens of value 0.5, reward 1 at the last. lambda 0: (0, 0, 0, 1 - 0.5); lambda 1: returns of 1
+    batch = scored([trajectory([0.0, 1.0])], value=0.5)
+    out = estimate(batch, settings(lam=0.0, lam_critic=1.0), groups(batch))
+    assert out.advantage_T.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.5])
+    assert out.return_T.tolist() == pytest.approx([1.0] * 4)
+    same = estimate(batch, settings(lam=0.0), groups(batch))
+    assert same.return_T.tolist() == pytest.approx([0.5, 0.5, 0.5, 1.0])
+
+
+def test_lambda_follows_the_number_of_tokens_or_turns():
+    # values 0, reward 1 at the last token, alpha 1: of 4 tokens lambda = 3/4, of 2 turns 1/2
+    batch = scored([trajectory([0.0, 1.0])])
+    out = estimate(batch, settings(lam_length=1.0), groups(batch))
+    assert out.advantage_T.tolist() == pytest.approx([27 / 64, 9 / 16, 3 / 4, 1.0])
+    turns = estimate(batch, settings(lam_length=1.0, gae_level="turn"), groups(batch))
+    assert turns.advantage_T.tolist() == pytest.approx([0.5, 0.5, 1.0, 1.0])
+
+
 def test_failed_trajectories_have_no_advantage_and_do_not_change_the_others():
     good, bad, failed = (
         trajectory([1.0]),

@@ -53,18 +53,25 @@ class UpdateGuard:
         self._held = 0  # iterations in a row in which no step of the actor was applied
 
     def look(
-        self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor, hold: bool = False
+        self,
+        iteration: int,
+        row: Mapping[str, Any],
+        batch: Batch,
+        group_N: Tensor,
+        hold: bool = False,
+        critic_only: bool = False,
     ) -> dict[str, float]:
         """Check an update; return the columns fault/* for the iteration's row.
 
-        hold: whether the actor's steps were held because rewards do not vary. The metrics of steps that were
-        not applied are no spikes, and later ones are not compared with them.
+        hold: whether the actor's steps were held because rewards do not vary; critic_only: because
+        update.critic_only asks for it. The metrics of steps that were not applied are no spikes, and later
+        ones are not compared with them.
 
         Collective. All ranks return the same values. Raises DoNotRestart when more steps than
         run.nonfinite_budget were refused.
         """
         unapplied = row.get("actor/held", 0.0) == 1.0
-        self._count_held(iteration, unapplied, hold)
+        self._count_held(iteration, unapplied and not critic_only, hold)
         compared = {k: v for k, v in row.items() if not (unapplied and k.startswith("actor/"))}
         spikes = [str(spike) for spike in self._spikes.look(compared)]
         refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.base.errors import ConfigError
+from megatron_stppo.config import Config
+from megatron_stppo.validation import checks
+from tests.ranks import run_ranks
+from tests.training.update import critics, layouts
+
+
+def test_the_critic_makes_its_steps_on_each_minibatch_while_the_actor_is_held(tmp_path: Path) -> None:
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
+    ((row, steps, changed),) = run_ranks(critics.several, 1, str(tmp_path / "hf"), str(tmp_path), 3)
+    assert steps == 2 * 3 and changed == {"actor": False, "critic": True}
+    assert row["actor/held"] == 1 and row["critic/skipped"] == 0
+
+
+@pytest.mark.parametrize(
+    ("update", "preset", "problem"),
+    [
+        ({"critic_only": 2}, "turn_grpo", "update.critic_only=2 with algorithm.advantage=group"),
+        ({"critic_steps": 2}, "grpo", "update.critic_steps=2 with algorithm.advantage=group"),
+        ({"critic_only": 9}, "st_ppo", "update.critic_only=9 with run.iterations=9"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(update: dict, preset: str, problem: str) -> None:
+    given = {
+        "model": {"path": "m"},
+        "run": {"iterations": 9},
+        "update": update,
+        "algorithm": {"preset": preset},
+    }
+    with pytest.raises(ConfigError, match=problem):
+        checks._check_critic(Config.model_validate(given))
