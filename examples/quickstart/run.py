@@ -55,6 +55,7 @@ EXAMPLES = {
     "hosted_agent": Example(HOSTED / "build_hosted.py", HOSTED / "config.yaml"),
     "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
     "smollm2": Example(SMOLLM2 / "build_problems.py", SMOLLM2 / "config.yaml"),
+    "smollm2_reasoned": Example(SMOLLM2 / "build_reasoned.py", SMOLLM2 / "reasoned.yaml"),
     "smollm2_search": Example(SMOLLM2 / "build_search.py", SMOLLM2 / "search.yaml"),
 }
 OURS = ("run.py", "ledger.py", "stages.py", "keep_model.py")  # sources that do not affect the built files

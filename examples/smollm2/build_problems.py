@@ -11,10 +11,10 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
 from build import command, write_rows
@@ -33,12 +33,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     command(build, __doc__.splitlines()[0], VERSION, 6_000, argv)
 
 
-def build(folder: Path, seed: int, tokens: int) -> None:
+class Form(NamedTuple):
+    """How a turn is written: the instruction of the prompt, and what stands before a call and an answer.
+
+    thoughts(question, numbers, expression, value, generator) returns the two texts.
+    """
+
+    instruction: str
+    thoughts: Callable[[str, list[str], str, str, random.Random], tuple[str, str]]
+
+
+SHORT = Form(INSTRUCTION, lambda *given: ("", ""))
+
+
+def build(folder: Path, seed: int, tokens: int, form: Form = SHORT) -> None:
     tokenizer = AutoTokenizer.from_pretrained(link_model(folder), trust_remote_code=False)
     for split, name in (("train", "train"), ("test", "evaluate")):
         found = islice(problems(split, random.Random(f"{seed}/{split}")), SIZES[split])
-        write_rows(folder / f"{name}.jsonl", (row(split, index, *one) for index, one in enumerate(found)))
-    rows = demonstrations(random.Random(f"{seed}/demonstrations"))
+        rows = (row(split, index, *one, form) for index, one in enumerate(found))
+        write_rows(folder / f"{name}.jsonl", rows)
+    rows = demonstrations(random.Random(f"{seed}/demonstrations"), form)
     write_rows(folder / "demonstrations.jsonl", within(tokens, rows, tokenizer))
 
 
@@ -53,32 +67,33 @@ def within(
         yield one
 
 
-def row(split: str, index: int, kind: str, question: str, expression: str) -> dict[str, Any]:
+def row(split: str, index: int, kind: str, question: str, expression: str, form: Form) -> dict[str, Any]:
     return {
         "data_source": kind,
-        "prompt": prompt(question),
+        "prompt": prompt(question, form),
         "reward_model": {"style": "rule", "ground_truth": {"target": [compute(expression)]}},
         "extra_info": {"split": split, "index": index},
     }
 
 
-def prompt(question: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": question}]
+def prompt(question: str, form: Form) -> list[dict[str, str]]:
+    return [{"role": "system", "content": form.instruction}, {"role": "user", "content": question}]
 
 
-def demonstrations(generator: random.Random) -> Iterator[dict[str, Any]]:
+def demonstrations(generator: random.Random, form: Form = SHORT) -> Iterator[dict[str, Any]]:
     """Yield episodes whose expression has the first numbers of the question, with any operators."""
     for _, question, _ in problems("train", generator):
         numbers = re.findall(r"\d+", question)
         numbers = numbers[: generator.choice((2, len(numbers)))]
         expression = numbers[0] + "".join(generator.choice("+-*") + number for number in numbers[1:])
-        value = compute(expression)
+        value = str(compute(expression))
+        first, last = form.thoughts(question, numbers, expression, value, generator)
         yield {
-            "prompt": prompt(question),
+            "prompt": prompt(question, form),
             "segments": [
-                {"kind": "turn", "text": f"calc: {expression}\n"},
+                {"kind": "turn", "text": f"{first}calc: {expression}\n"},
                 {"kind": "observation", "text": f"= {value}\n"},
-                {"kind": "turn", "text": f"answer: {value}\n"},
+                {"kind": "turn", "text": f"{last}answer: {value}\n"},
             ],
         }
 

@@ -1,4 +1,7 @@
-"""The environment: word problems with a calculator. A turn is a line: `calc: 48+50*3` or `answer: 198`."""
+"""The environment: word problems with a calculator. A turn is a line: `calc: 48+50*3` or `answer: 198`.
+
+In the long form (`reasoned`), anything may stand in the line before it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,10 @@ from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments.base import Environment, StepResult
 
 INSTRUCTION = "Write calc: expression, then answer: number."
-CALL = re.compile(r"calc:(.*)\n+")
-ANSWER = re.compile(r"answer:(.*)\n+")
+REASONED = (
+    "Think in one line, and end it with calc: expression. Then think again, and end with answer: number."
+)
+CALL, ANSWER = (re.compile(rf"(.*\s|){name}:(.*)\n+") for name in ("calc", "answer"))
 EXPRESSION = re.compile(r"[0-9]{1,6}(?: ?[-+*/] ?[0-9]{1,6}){1,3}")
 
 
@@ -44,8 +49,8 @@ class Calculator:
 
     stop_strings = ("\n",)
 
-    def __init__(self, turns: int) -> None:
-        self.left = turns
+    def __init__(self, turns: int, reasoned: bool = False) -> None:
+        self.left, self.reasoned = turns, reasoned
 
     async def reset(self, task: Task, seed: int) -> list[Message]:
         self.target, self.calls = task.targets[0], 0
@@ -53,16 +58,21 @@ class Calculator:
 
     async def step(self, action: str) -> StepResult:
         self.left -= 1
-        call, answer = CALL.fullmatch(action), ANSWER.fullmatch(action)
+        call, answer = (self.read(form, action) for form in (CALL, ANSWER))
         if answer is not None:
-            given = answer[1].strip()
+            given = answer.strip()
             return self.end(given == self.target, True, given[:20])
         if self.left <= 0:
             return self.end(False, False, "no answer")
-        value = None if call is None else compute(call[1])
+        value = None if call is None else compute(call)
         self.calls += value is not None
         shown = "error" if value is None else value
         return StepResult(f"= {shown}\n", 0.0, False, value is not None, int(value is not None))
+
+    def read(self, form: re.Pattern[str], action: str) -> str | None:
+        """Return what stands behind the last `calc:` or `answer:` of a line, or None."""
+        found = form.fullmatch(action)
+        return found[2] if found and (self.reasoned or not found[1]) else None
 
     def end(self, right: bool, valid: bool, detail: str) -> StepResult:
         outcome, calls = "ok" if right else "wrong", {"calls": float(self.calls)}
@@ -73,3 +83,7 @@ class Calculator:
 
 def factory(section: EnvironmentConfig) -> Callable[[], Environment]:
     return lambda: Calculator(section.max_turns)
+
+
+def reasoned(section: EnvironmentConfig) -> Callable[[], Environment]:
+    return lambda: Calculator(section.max_turns, reasoned=True)

@@ -25,6 +25,7 @@ from tests.weights.gguf import written
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "smollm2"))
 import build_problems
+import build_reasoned
 import build_search
 import calculator
 import pretrained
@@ -104,8 +105,9 @@ def targets(question: str) -> list[str]:
     raise AssertionError(question)
 
 
-def play(*actions: str, turns: int = 3) -> list[StepResult]:
-    environment = calculator.factory(EnvironmentConfig(kind="calculator:factory", max_turns=turns))()
+def play(*actions: str, turns: int = 3, reasoned: bool = False) -> list[StepResult]:
+    factory = calculator.reasoned if reasoned else calculator.factory
+    environment = factory(EnvironmentConfig(kind="calculator:factory", max_turns=turns))()
     task = Task("add", (Message("user", "How many?"),), ("81",), "train", 0)
 
     async def episode() -> list[StepResult]:
@@ -127,6 +129,44 @@ def test_an_episode_without_an_answer_ends_with_its_last_turn():
     first, second, last = play("calc: a\n", "answer: 81", "calc: 1+1\n")
     assert [one.observation for one in (first, second)] == ["= error\n"] * 2
     assert not first.valid and (last.done, last.outcome, last.detail) == (True, "wrong", "no answer")
+
+
+def test_the_long_form_thinks_before_a_call_that_is_right_by_chance():
+    rows = list(itertools.islice(build_problems.demonstrations(random.Random(0), build_reasoned.LONG), 200))
+    right, lengths = 0, []
+    for row in rows:
+        assert isinstance(validated(row), Row)
+        call, result, answer = (segment["text"] for segment in row["segments"])
+        (first, after), (last, given) = call.split("calc: "), answer.split("answer: ")
+        assert result == f"= {calculator.compute(after)}\n" and given == result[2:]
+        assert all(number in first for number in re.findall(r"\d+", after)) and given.strip() in last
+        assert "\n" not in first + last and "{" not in first + last
+        lengths += [len(first.split()), len(last.split())]
+        right += any(calculator.compute(after) == t for t in targets(row["prompt"][1]["content"]))
+    assert right / len(rows) < 0.4 and min(lengths) >= 15
+    again = itertools.islice(build_problems.demonstrations(random.Random(0), build_reasoned.LONG), 200)
+    assert list(again) == rows
+
+
+@pytest.mark.parametrize(
+    ("reasoned", "action", "observation"),
+    [
+        (True, "I add 1 and 2. calc: 1+2\n", "= 3\n"),
+        (True, "calc: 1+2\n", "= 3\n"),
+        (True, "calc: 5*5 is wrong, so calc: 1+2\n", "= 3\n"),
+        (True, "recalc: 1+2\n", "= error\n"),
+        (True, "calc: 1+2 and then\n", "= error\n"),
+        (False, "I add 1 and 2. calc: 1+2\n", "= error\n"),
+    ],
+)
+def test_only_the_long_form_takes_a_call_after_other_words(reasoned, action, observation):
+    (step,) = play(action, reasoned=reasoned)
+    assert step.observation == observation
+
+
+def test_the_long_form_takes_the_last_answer():
+    (step,) = play("It is not answer: 80 but 81. answer: 81\n", reasoned=True)
+    assert (step.done, step.reward) == (True, 1.0)
 
 
 @pytest.mark.parametrize(
