@@ -47,9 +47,12 @@ class Packer:
         )
         return cls(spec, mesh, shape.hidden, torch.cuda.current_device())
 
-    def pack(self, batch: Batch, chosen: Sequence[int]) -> list[Microbatch]:
-        """Return this data-parallel rank's microbatches of the chosen trajectories."""
-        partition = self.partition(batch, chosen)
+    def pack(self, batch: Batch, chosen: Sequence[int], most: int | None = None) -> list[Microbatch]:
+        """Return this data-parallel rank's microbatches of the chosen trajectories.
+
+        most: only so many of each rank's trajectories.
+        """
+        partition = [part[:most] for part in self.partition(batch, chosen)]
         mine, spec = partition[self.mesh.data_rank], self.spec
         if self.mesh.layout.expert > 1:  # every layer has a collective over the ranks that share its experts
             lengths = batch.sequence_offsets.diff().tolist()
@@ -140,6 +143,7 @@ def forward_only(
     packer: Packer,
     together: Sequence[Sequence[int]],
     answer: Callable[[Tensor, Microbatch], Tensor],
+    most: int | None = None,
 ) -> Tensor:
     """Return one number per action token of the whole batch: float32 [T] on the host, equal on every rank.
 
@@ -147,6 +151,7 @@ def forward_only(
     list only. With the minibatches of an epoch as lists, the microbatches are those of the update. Matrix
     products of other sizes round differently, and the importance ratios of the first minibatch would not be
     exactly 1.
+    most: only so many of each data-parallel rank's trajectories of a list; rows of others are 0.
     The work is divided over data parallel ranks. Rows that a rank did not compute are zero, so summing over
     ranks only combines rows. Collective.
     """
@@ -156,7 +161,7 @@ def forward_only(
         return output.new_zeros(()), answer(output, microbatch)
 
     for chosen in together:
-        microbatches = packer.pack(batch, chosen)
+        microbatches = packer.pack(batch, chosen, most)
         with torch.no_grad():
             answers = _run(model, microbatches, finish, forward_only=True)
         if mesh.is_last_stage:
@@ -165,13 +170,18 @@ def forward_only(
 
 
 def logprobs(
-    model: Model, head: PolicyHead, batch: Batch, packer: Packer, together: Sequence[Sequence[int]]
+    model: Model,
+    head: PolicyHead,
+    batch: Batch,
+    packer: Packer,
+    together: Sequence[Sequence[int]],
+    most: int | None = None,
 ) -> Tensor:
     """Return log pi(token) of the action tokens at the head's temperature: as `forward_only`.
 
     together: the minibatches of the update, which compares its log-probs with these.
     """
-    return forward_only(model, batch, packer, together, head.logprob)
+    return forward_only(model, batch, packer, together, head.logprob, most)
 
 
 def values(model: Model, batch: Batch, packer: Packer, together: Sequence[Sequence[int]]) -> Tensor:

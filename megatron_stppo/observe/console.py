@@ -14,6 +14,8 @@ COLUMNS = {
     "rollout/exact_match": "exact match {:.3f}",
     "failed": "failed {:d}",
     "critic/explained_variance": "critic explains {:.2f}",
+    "actor/kl_after": "KL {:.1g}",
+    "actor/acted_share": "acted {:.0%}",
     "rollout/tokens_per_second": "{:,.0f} tokens/s",
     "staleness": "staleness {:.2f}",
     "serving/trainer_idle_share": "trainer idle {:.0%}",

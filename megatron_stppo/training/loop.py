@@ -78,10 +78,9 @@ def train(
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
             rollouts.load_for("update")
-            critic_only = iteration < config.update.critic_only
-            row, last, batch = update(learner, batch, iteration, hold or critic_only, own.loss)
+            row, last, batch = update(learner, batch, iteration, hold, own.loss)
             row |= describe(played.every, batch, iteration) | describe_groups(played.every, played.dropped)
-            row |= training.guard.look(done, row, batch, group_N, hold, critic_only)
+            row |= training.guard.look(done, row, batch, group_N, hold)
         log.write_turns(done, turns(batch, last, config.algorithm))
         row |= observer.measure(batch) | rollouts.measure() | written
         _check(config, row)
@@ -133,7 +132,7 @@ class _Training:
         rollouts = assemble(config, resume)
         learner = rollouts.learner
         saver = saving.Saver(run.folder / "checkpoints", config, learner.mesh.layout)
-        guard = UpdateGuard(run, learner.mesh, learner.trainers, saver)
+        guard = UpdateGuard(config, learner.mesh, learner.trainers, saver)
         first = _restore(rollouts, saver, guard) if resume else 0
         console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
         process.log_to(run.folder, rank)

@@ -75,7 +75,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
     saver = Saver(folder / "checkpoints", config, learner.mesh.layout)
     # no rollback: the checkpoints for it are in the replayed run's folder
     kept = config.run.model_copy(update={"rollback": False})
-    guard = UpdateGuard(kept, learner.mesh, learner.trainers, saver)
+    guard = UpdateGuard(config.model_copy(update={"run": kept}), learner.mesh, learner.trainers, saver)
     guard.restore(state)
     for number in progress(done, name, rank == 0, every=None):
         with metrics.phase("score"):

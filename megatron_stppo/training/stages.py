@@ -22,6 +22,7 @@ from megatron_stppo.observe import rows
 from megatron_stppo.observe.describe import current_mismatch, mean_of
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
+from megatron_stppo.training.update.after import kl_after
 from megatron_stppo.training.update.critic_step import critic_step
 from megatron_stppo.training.update.minibatches import minibatches
 from megatron_stppo.training.update.ratios import Ratios, StepRatios
@@ -124,13 +125,15 @@ def update(
 
     iteration: the policy version that is updated.
     hold: the actor's steps are computed and reported, but its weights do not change. This is for a batch
-    whose rewards carry no signal, and for update.critic_only. own: algorithm.loss.
+    whose rewards carry no signal. In the first update.critic_only iterations they are always held.
+    own: algorithm.loss.
     If the batch of any rank has a number that is not finite, the whole batch is skipped, because whitening
     would spread that number over all advantages. This counts as one skipped step of each model, and None is
     returned instead of ratios.
     """
     config, a, actor, critic = learner.config, learner.config.algorithm, learner.actor, learner.critic
     assert actor is not None
+    hold = hold or iteration < config.update.critic_only
     if any_rank(bool(not_finite(batch))):
         batch = batch if batch.old_logprob_T is not None else _with_old(learner, batch, iteration)
         return _skipped(learner, *learner.trainers), None, batch
@@ -157,9 +160,13 @@ def update(
     if a.correction_probe and learner.mesh.rank == 0:
         rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
     # not 0 only if scoring and update compute different log-probs, or with algorithm.old_policy=behaviour
-    first = {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"]}
+    measured = {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"], "actor/kl_after": 0.0}
+    if not hold:
+        assert ratios.first is not None
+        chosen = _minibatches(learner, batch, iteration, epoch=0)[0]
+        measured["actor/kl_after"] = kl_after(learner, batch, ratios.first, chosen)
     agreement = current_mismatch(batch, *_at_start(batch, ratios, config.old_logprob_source), iteration)
-    return mean_of(steps) | ratios.row() | first | agreement, ratios.last, batch
+    return mean_of(steps) | ratios.row() | measured | agreement, ratios.last, batch
 
 
 # algorithm.momentum: what becomes of Adam's state when the steps on a new batch begin

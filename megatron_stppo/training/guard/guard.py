@@ -17,12 +17,13 @@ from torch import Tensor
 from megatron_stppo.base.errors import DoNotRestart
 from megatron_stppo.base.types import Batch
 from megatron_stppo.checkpoint import saving
-from megatron_stppo.config import RunConfig
+from megatron_stppo.config import Config
 from megatron_stppo.data.finite import not_finite
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.collectives import any_rank, gather_records
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.guard import dumps
+from megatron_stppo.training.guard.acting import Acting
 from megatron_stppo.training.guard.spikes import Spikes
 
 log = logging.getLogger(__name__)
@@ -45,33 +46,29 @@ class UpdateGuard:
     """
 
     def __init__(
-        self, run: RunConfig, mesh: MeshRank, trainers: Mapping[str, Trainer], saver: saving.Saver
+        self, config: Config, mesh: MeshRank, trainers: Mapping[str, Trainer], saver: saving.Saver
     ) -> None:
-        self._run, self._mesh, self._trainers, self._saver = run, mesh, dict(trainers), saver
+        run = self._run = config.run
+        self._mesh, self._trainers, self._saver = mesh, dict(trainers), saver
+        self._acting = Acting(config.algorithm, config.update.actor.lr)
+        self._critic_only = config.update.critic_only
         self._spikes = Spikes(run.spike_window, run.spike_deviations)
         self._taken: int | None = None  # step of the last rollback's checkpoint
         self._held = 0  # iterations in a row in which no step of the actor was applied
 
     def look(
-        self,
-        iteration: int,
-        row: Mapping[str, Any],
-        batch: Batch,
-        group_N: Tensor,
-        hold: bool = False,
-        critic_only: bool = False,
+        self, iteration: int, row: Mapping[str, Any], batch: Batch, group_N: Tensor, hold: bool = False
     ) -> dict[str, float]:
         """Check an update; return the columns fault/* for the iteration's row.
 
-        hold: whether the actor's steps were held because rewards do not vary; critic_only: because
-        update.critic_only asks for it. The metrics of steps that were not applied are no spikes, and later
-        ones are not compared with them.
+        iteration: from 1. hold: whether the actor's steps were held because rewards do not vary. The metrics
+        of steps that were not applied are no spikes, and later ones are not compared with them.
 
         Collective. All ranks return the same values. Raises DoNotRestart when more steps than
         run.nonfinite_budget were refused.
         """
         unapplied = row.get("actor/held", 0.0) == 1.0
-        self._count_held(iteration, unapplied and not critic_only, hold)
+        self._count_held(iteration, unapplied and iteration > self._critic_only, hold)
         compared = {k: v for k, v in row.items() if not (unapplied and k.startswith("actor/"))}
         spikes = [str(spike) for spike in self._spikes.look(compared)]
         refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]
@@ -84,16 +81,23 @@ class UpdateGuard:
             given = (self._run.folder, iteration, batch, group_N, self._mesh)
             dumps.write(*given, reasons, self._run.keep_dumps)
         self._spend_budget(where)
-        found = {"fault/spikes": float(len(spikes))}
+        found = {"fault/spikes": float(len(spikes))} | self._look_at_mechanisms(iteration, row)
         return found | (self._roll_back(iteration) if spiked and self._run.rollback else {})
 
     def state(self) -> dict[str, Any]:
         """Return the state for the checkpoint, which JSON can represent."""
-        return {"spikes": self._spikes.state(), "held": self._held}
+        return {"spikes": self._spikes.state(), "held": self._held, "acting": self._acting.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._spikes.restore(state.get("spikes", {}))
         self._held = state.get("held", 0)
+        self._acting.restore(state.get("acting", {}))
+
+    def _look_at_mechanisms(self, iteration: int, row: Mapping[str, Any]) -> dict[str, float]:
+        share, warning = self._acting.look(row)
+        if warning:
+            self._warn(iteration, warning)
+        return share
 
     def _count_held(self, iteration: int, held: bool, by_rewards: bool) -> None:
         """Count the iterations in a row in which no step of the actor was applied.

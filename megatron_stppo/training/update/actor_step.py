@@ -216,6 +216,7 @@ def actor_step(
         "actor/lr": rate,
         "actor/rate_scale": factor,
         "actor/effective_lr": rate * on_rate if moved else 0.0,
+        "actor/acted_share": float(moved and (sums["clipped"] > 0 or scale != 1 or factor != 1)),
         "actor/skipped": float(not stepped),
         "actor/held": float(hold),
     }

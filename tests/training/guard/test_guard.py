@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.config import RunConfig
+from megatron_stppo.config import Config
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.training.guard import guard
 
 HELD = {"actor/held": 1.0, "actor/objective": 0.0, "actor/gradient_norm": 0.05}
 APPLIED = {"actor/held": 0.0, "actor/objective": 3.0, "actor/gradient_norm": 8.0}
+CONFIG = Config.model_validate({"model": {"path": "m"}, "run": {"dump": "none", "spike_window": 8}})
 MESH = MeshRank(0, 1, *(0, 1) * 4, layout=Layout())
 BATCH: Any = None  # a guard without dumps reads no batch
 
@@ -26,7 +27,7 @@ def guarded() -> Iterator[guard.UpdateGuard]:
     """The guard of a run of one process, without models."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     saver: Any = None
-    yield guard.UpdateGuard(RunConfig(dump="none", spike_window=8), MESH, {}, saver)
+    yield guard.UpdateGuard(CONFIG, MESH, {}, saver)
     dist.destroy_process_group()
 
 

@@ -8,14 +8,14 @@ from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.config import Config
 from megatron_stppo.validation import checks
 from tests.ranks import run_ranks
-from tests.training.update import critics, layouts
+from tests.training.update import layouts, whole
 
 
 def test_the_critic_makes_its_steps_on_each_minibatch_while_the_actor_is_held(tmp_path: Path) -> None:
     layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
-    ((row, steps, changed),) = run_ranks(critics.several, 1, str(tmp_path / "hf"), str(tmp_path), 3)
+    ((row, steps, changed),) = run_ranks(whole.several, 1, str(tmp_path / "hf"), str(tmp_path), 3)
     assert steps == 2 * 3 and changed == {"actor": False, "critic": True}
-    assert row["actor/held"] == 1 and row["critic/skipped"] == 0
+    assert row["actor/held"] == 1 and row["critic/skipped"] == row["actor/kl_after"] == 0
 
 
 @pytest.mark.parametrize(

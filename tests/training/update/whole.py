@@ -1,0 +1,78 @@
+"""Functions that run on a rank: a whole update of a small model, and what it changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.cluster.launch import process
+from tests.training.update.layouts import SETTINGS, batch
+
+
+def build(model: str, folder: str, **update: Any) -> Any:
+    """Return a learner of preset st_ppo with two minibatches per iteration."""
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.config import Config
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+
+    config = Config.model_validate(
+        {
+            "run": {"root": folder},
+            "model": {"path": model},
+            "update": {"minibatches": 2, "actor": SETTINGS, "critic": SETTINGS, **update},
+            "algorithm": {"preset": "st_ppo", "kl_coefficient": 0},
+        }
+    )
+    mesh = groups.initialize(config.parallel)
+    return build_learner(config, read_shape(Path(model)), mesh, torch.float32)
+
+
+def several(model: str, folder: str, steps: int) -> tuple[dict[str, Any], int, dict[str, bool]]:
+    """Make an update whose actor is held, with several steps of the critic per minibatch.
+
+    Return its row, the critic's number of steps, and whether each model's weights changed.
+    """
+    learner = build(model, folder, critic_steps=steps, critic_only=1)
+    import torch
+
+    from megatron_stppo.training.stages import score, update
+
+    def weights() -> dict[str, list[Any]]:
+        models = {"actor": learner.actor, "critic": learner.critic}
+        return {
+            role: [p.detach().clone() for chunk in one.chunks for p in chunk.parameters()]
+            for role, one in models.items()
+        }
+
+    before = weights()
+    row, _, _ = update(learner, score(learner, batch(), 0), 0)
+    changed = {
+        role: any(not torch.equal(a, b) for a, b in zip(before[role], after, strict=True))
+        for role, after in weights().items()
+    }
+    return row, learner.critic.updates, changed
+
+
+def moved(model: str, folder: str) -> tuple[dict[str, Any], Any, Any]:
+    """Make an update. Return its row, and the log-probs of the live tokens of its first step, float64, before
+    and after it."""
+    learner = build(model, folder)
+    from dataclasses import replace
+
+    import torch
+
+    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.update.minibatches import chosen_tokens, minibatches
+
+    given, steps = batch(), minibatches(8, 2, 0, 0, 0)
+    before = score(learner, given, 0)
+    own = [n for chosen in steps for n in learner.packer.partition(given, chosen)[learner.mesh.data_rank]]
+    held_N = torch.full_like(given.held_N, -1).index_copy(0, torch.tensor(own), given.held_N[own])
+    row, _, _ = update(learner, replace(before, held_N=held_N), 0)
+    after = score(learner, given, 0)
+    in_T = given.live_T & chosen_tokens(given, steps[0])
+    return row, before.old_logprob_T[in_T].double(), after.old_logprob_T[in_T].double()
