@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.ratio import MAX_LOG_RATIO, segment_ratio, spread
+from megatron_stppo.algorithm.ratio import MAX_LOG_RATIO, Pooling, segment_ratio, spread
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -69,19 +69,26 @@ def mismatch_weight(
     rollout_logprob_T: Tensor,
     offsets: Tensor | None,
     bound: float,
+    lower: float | None = None,
+    pooling: Pooling = "mean",
 ) -> tuple[Tensor, Tensor]:
     """Return (weight_T, ratio_T): the weight for train/serve mismatch, and the ratio m before it is bounded.
 
-    m = exp(mean over the segment of old_logprob - rollout_logprob) is the probability under the trainer's
-    policy relative to the engine's. If offsets is None, every token is a segment.
-    kind: truncate (TIS): min(m, bound). mask (MIS): m inside [1/bound, bound], 0 outside.
+    m is the probability under the trainer's policy relative to the engine's: exp of the mean of old_logprob -
+    rollout_logprob over the segment, with pooling="sum" of their sum. If offsets is None, every token is a
+    segment.
+    kind: truncate (TIS): min(m, bound). mask (MIS): m inside [lower, bound], 0 outside; lower=None: 1/bound.
     Raises ValueError for an unknown kind.
+
+    Example: two tokens with log ratios of 1. mean: m = e. sum: m = e^2.
     """
-    ratio_S, _ = segment_ratio(old_logprob_T, rollout_logprob_T, offsets)
+    ratio_S, _ = segment_ratio(old_logprob_T, rollout_logprob_T, offsets, pooling)
     if kind == "truncate":
         weight_S = ratio_S.clamp(max=bound)
     elif kind == "mask":
-        weight_S = ratio_S.masked_fill((ratio_S > bound) | (ratio_S < 1 / bound), 0)
+        weight_S = ratio_S.masked_fill(
+            (ratio_S > bound) | (ratio_S < (1 / bound if lower is None else lower)), 0
+        )
     else:
         raise ValueError(f"mismatch={kind!r} is not known; choose truncate or mask")
     total = len(old_logprob_T)

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megatron_stppo.algorithm.penalties import k3
 from megatron_stppo.algorithm.ratio import segment_sum
 
 FACTOR = 1.5  # by which `kl` changes the rate
 LOWEST = 0.01  # of the factor of `kl`
+MOST_KL = 1.0  # nats that one token adds to the estimate for `kl`, at most
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class RateInput:
     index: int  # of the step in its iteration, from 0
     steps: int  # of an iteration
     last: float  # factor of the last step that was taken; 1 before the first
-    kl: float  # estimate of KL(old policy, current policy) on the step's tokens, nats per token
+    kl: float  # how much capped_kl has grown since the first step of the iteration; 0 at the first
     log_ratio_N: Callable[[], Tensor]  # float64, from trajectory_log_ratios; only `ess` calls it
     profile: Sequence[float] | None  # of `open_loop`: a factor for each step of an iteration
     target: float  # of `kl`, nats per token
@@ -53,10 +55,9 @@ def open_loop(given: RateInput) -> float:
 def kl(given: RateInput) -> float:
     """Return the last factor: / 1.5 if KL > 2 target, * 1.5 if KL < target / 2, clamped to [0.01, 1].
 
-    The first of several steps of an iteration does not raise the factor: no step has changed the policy yet,
-    so its KL is rounding or, with old_policy=behaviour, the age of the rollouts. A later step at KL = 0 does
-    not raise it either: the steps before it were not applied. An iteration of one step has no other KL, so
-    that its factor rises to 1 where the rollouts are not too old.
+    The first of several steps of an iteration does not change the factor: no step has changed the policy yet.
+    A later step at KL = 0 does not raise it either: the steps before it were not applied. An iteration of one
+    step has no other KL, so that its factor rises to 1.
 
     Example: four steps, target 0.01, KLs 0, 0.03, 0.03, 0.004 from factor 1: 1, 2/3, 4/9, 2/3.
     """
@@ -89,6 +90,18 @@ RATES: dict[str, Callable[[RateInput], float]] = {
     "kl": kl,
     "ess": ess,
 }
+
+
+def capped_kl(logprob_T: Tensor, old_logprob_T: Tensor, live_T: Tensor) -> float:
+    """Return the mean of min(k3, MOST_KL) over the live tokens, nats per token; 0 without any.
+
+    k3 grows with the ratio itself, so that without the cap one token decides: at a log ratio of 5.6 it adds
+    0.004 to a mean over 65,000.
+
+    Example: log ratios 0 and 5.6 give (0 + 1) / 2.
+    """
+    new_T, old_T = logprob_T[live_T].double(), old_logprob_T[live_T].double()
+    return float(k3(old_T, new_T).clamp(max=MOST_KL).mean()) if len(new_T) else 0.0
 
 
 def trajectory_log_ratios(

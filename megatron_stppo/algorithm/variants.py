@@ -19,6 +19,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "paper": {
         "segments": "turn",
         "clip_length_power": 0,
+        "dual_clip": None,
         "correction": "gradient",
         "correction_apply": "gradient",
         "correction_unit": "mean",

@@ -38,7 +38,7 @@ class AlgorithmConfig(Section):
         "segments, see clip_length_power",
     )
     dual_clip: float | None = Field(
-        None, gt=1, description="largest ratio if the advantage is negative; null: no limit"
+        3.0, gt=1, description="largest ratio if the advantage is negative; null: no limit"
     )
     clip_length_power: float = Field(
         1.0,
@@ -148,7 +148,14 @@ class AlgorithmConfig(Section):
     mismatch_level: Literal["token", "turn", "sequence"] = Field(
         "token", description="tokens that the mismatch weight is averaged over"
     )
-    mismatch_bound: float = Field(2.0, gt=1, description="bound of the mismatch weight")
+    mismatch_pooling: Literal["mean", "sum"] = Field(
+        "mean",
+        description="how the log-ratios of mismatch_level are combined; sum: the product of the ratios",
+    )
+    mismatch_bound: float = Field(2.0, gt=1, description="upper bound of the mismatch weight")
+    mismatch_lower: float | None = Field(
+        None, ge=0, le=1, description="lower bound of mismatch=mask; null: 1 / mismatch_bound"
+    )
     routing_replay: Literal["off", "old_policy", "rollout"] = Field(
         "off",
         description="experts that the trainer uses: those its router chooses; in updates, those chosen when "
@@ -195,6 +202,15 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"correction={self.correction!r} with loss={self.loss}: the correction is for what clipping "
                 "removes, and such a loss does not clip; set correction to off and correction_probe to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _lower_bound_of_a_mask(self) -> AlgorithmConfig:
+        if self.mismatch_lower is not None and self.mismatch != "mask":
+            raise ValueError(
+                f"mismatch_lower={self.mismatch_lower} with mismatch={self.mismatch!r}: only mask has a "
+                "lower bound; leave it out, or set mismatch=mask"
             )
         return self
 

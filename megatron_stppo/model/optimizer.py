@@ -206,8 +206,7 @@ class Trainer:
             parts, gradients = parts[:1], [[gradient for some in gradients for gradient in some]]
         squares = []
         for part, some in zip(parts, gradients, strict=True):
-            device = torch.cuda.current_device()
-            square = (get_total_norm(some) if some else torch.zeros((), device=device)) ** 2.0
+            square = _norm_of(some) ** 2
             dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
             squares.append(square)
         norms = [square**0.5 for square in torch.stack(squares).tolist()]
@@ -218,6 +217,19 @@ class Trainer:
             for parameter in wrapped.get_parameters():
                 if parameter.grad is not None:
                     yield parameter.grad
+
+
+def _norm_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all numbers of the tensors, 0-d float64.
+
+    The host adds up float32 one number after the other, which is 0.17 % too low for 28 million; it gets
+    float64. A GPU adds up in a tree.
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    if tensors[0].device.type == "cpu":
+        return torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors]).norm()
+    return get_total_norm(tensors).double()
 
 
 def trained(chunk: torch.nn.Module) -> Iterator[Tensor]:

@@ -59,9 +59,20 @@ def test_calibration_scales_by_the_measured_gradient():
     # estimate(C) = 2, estimate(grad J) = 1, ||grad J|| = 0.5
     assert calibrated_norm(bias_sq=4.0, grad_sq=1.0, gradient_norm=0.5) == 1.0
     assert calibrated_norm(bias_sq=16.0, grad_sq=4.0, gradient_norm=0.5) == 1.0
-    # everything clipped: nothing to calibrate with
-    for grad_sq, gradient_norm in ((0.0, 0.0), (0.0, 1.0), (1.0, 0.0)):
-        assert calibrated_norm(4.0, grad_sq, gradient_norm) == 2.0
+
+
+@pytest.mark.parametrize("gradient_norm", [1e-3, 0.0])
+def test_a_step_of_which_everything_is_clipped_is_the_limit_of_steps_of_which_little_is_left(
+    gradient_norm: float,
+) -> None:
+    """A square of 1e-5 is clipped. The smaller the rest, the smaller the scale, down to 1e-7."""
+    scales = []
+    for grad_sq in (1e-5, 1e-9, 1e-13, 1e-30, 0.0):
+        bias_norm = calibrated_norm(1e-5, grad_sq, gradient_norm)
+        relative = in_unit(bias_norm, "relative", tokens=1, gradient_norm=gradient_norm)
+        scales.append(correction_scale(10 * relative, 1, floor=1.0))
+    assert scales == pytest.approx([1e-1, 1e-3, 1e-5, 1e-7, 1e-7])
+    assert calibrated_norm(0.0, 0.0, gradient_norm) == 0.0
 
 
 def test_sum_unit_counts_the_minibatchs_action_tokens():

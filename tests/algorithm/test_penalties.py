@@ -82,6 +82,20 @@ def test_mismatch_weight_truncates_or_masks_at_each_level():
     )
 
 
+def test_a_product_of_ratios_and_a_mask_with_two_bounds():
+    """Trainer over engine: 4, 1 | 1/4, in turns. Products: 4 and 1/4, in the sequence 1."""
+    old, rollout = torch.tensor([4.0, 1.0, 0.25]).log(), torch.zeros(3)
+    turn, sequence = torch.tensor([0, 2, 3]), torch.tensor([0, 3])
+    product = mismatch_weight("truncate", old, rollout, turn, 9.0, pooling="sum")[0]
+    assert product.tolist() == pytest.approx([4, 4, 0.25])
+    assert mismatch_weight("truncate", old, rollout, sequence, 9.0, pooling="sum")[0].tolist() == [1] * 3
+    masked = mismatch_weight("mask", old, rollout, turn, 5.0, lower=0.5, pooling="sum")[0]
+    assert masked.tolist() == pytest.approx([4, 4, 0])
+    assert mismatch_weight("mask", old, rollout, None, 3.0, lower=0.2)[0].tolist() == pytest.approx(
+        [0, 1, 0.25]
+    )
+
+
 def test_unknown_kinds_are_named():
     one = torch.zeros(1)
     with pytest.raises(ValueError, match="kl_estimator='k4'"):

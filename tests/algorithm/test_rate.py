@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_stppo.algorithm.rate import RATES, RateInput, trajectory_log_ratios
+from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, trajectory_log_ratios
 from megatron_stppo.algorithm.step_memory import StepMemory
 
 FIRST = RateInput(0, 1, 1.0, 0.0, lambda: torch.zeros(0, dtype=torch.float64), None, 0.01)
@@ -45,11 +45,25 @@ def test_the_rate_stays_between_a_hundredth_and_the_configured_one() -> None:
     assert factors_of_kl([1.0] * 13 + [0.001])[-1] == pytest.approx(0.015)
 
 
-def test_a_first_kl_of_rounding_does_not_raise_what_the_next_step_lowers() -> None:
-    """Two steps per iteration. With old_policy=behaviour the first KL is the rounding of the engine."""
-    found = factors_of_kl([2.5e-7, 0.5] * 3, steps=2)
+def test_the_first_step_does_not_raise_what_the_next_one_lowers() -> None:
+    found = factors_of_kl([0.0, 0.5] * 3, steps=2)
     assert found == pytest.approx([1, 2 / 3, 2 / 3, 4 / 9, 4 / 9, 8 / 27])
-    assert factors_of_kl([0.5, 0.5], steps=2) == pytest.approx([2 / 3, 4 / 9]), "old rollouts lower it"
+
+
+def test_one_token_does_not_decide_the_estimate() -> None:
+    """65,000 tokens, one of them 270 times as probable as before: 264.8 nats of k3, which counts as 1."""
+    log_ratio_T = torch.zeros(65_000)
+    log_ratio_T[7] = 5.6
+    old_T, live_T = torch.full((65_000,), -6.0), torch.ones(65_000, dtype=torch.bool)
+    found = capped_kl(old_T + log_ratio_T, old_T, live_T)
+    assert found == pytest.approx(1 / 65_000) and 2 * 0.002 < 264.8 / 65_000
+    live_T[7] = False
+    old_T[7] = math.nan
+    assert capped_kl(old_T + log_ratio_T, old_T, live_T) == 0
+    assert capped_kl(old_T, old_T, torch.zeros_like(live_T)) == 0
+    small_T = torch.tensor([0.1, -0.1])
+    expected = (math.exp(0.1) - 1.1 + math.exp(-0.1) - 0.9) / 2
+    assert capped_kl(small_T, torch.zeros(2), live_T[:2]) == pytest.approx(expected)
 
 
 def test_with_one_step_per_iteration_the_factor_rises_to_1() -> None:

@@ -159,11 +159,12 @@ def test_a_file_in_which_a_text_is_a_date_is_told_to_quote_it(tmp_path: Path) ->
 
 def test_the_default_algorithm_has_a_ratio_per_token_and_a_rate_that_follows_the_kl(tmp_path: Path) -> None:
     given = load(minimal(tmp_path)).algorithm
-    assert given == AlgorithmConfig() == AlgorithmConfig(preset="kl")
-    assert (given.segments, given.correction, given.rate, given.rate_kl) == ("token", "off", "kl", 0.002)
+    assert given == AlgorithmConfig() == AlgorithmConfig(preset="st_ppo")
+    assert (given.segments, given.correction, given.rate) == ("turn", "logit", "constant")
+    assert (given.clip_low, given.clip_high, given.clip_length_power) == (0.2, 0.2, 1)
 
 
-def test_the_papers_form_is_st_ppo_and_seven_settings(tmp_path: Path) -> None:
+def test_the_papers_form_is_st_ppo_and_eight_settings(tmp_path: Path) -> None:
     paper = load(minimal(tmp_path), ["algorithm.preset=paper"]).algorithm
     st_ppo = load(minimal(tmp_path), ["algorithm.preset=st_ppo"]).algorithm
     changed = {k: v for k, v in paper.model_dump().items() if v != st_ppo.model_dump()[k]}
@@ -176,6 +177,7 @@ def test_the_papers_form_is_st_ppo_and_seven_settings(tmp_path: Path) -> None:
         "correction_floor": 0.0,
         "aggregation": "sequence_mean_token_mean",
         "clip_length_power": 0.0,
+        "dual_clip": None,
     }
 
 

@@ -29,7 +29,7 @@ from megatron_stppo.algorithm.correction import (
 )
 from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
-from megatron_stppo.algorithm.rate import RATES, RateInput, trajectory_log_ratios
+from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, trajectory_log_ratios
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.algorithm.selection import leaving, turn_sums
 from megatron_stppo.algorithm.step_memory import StepMemory
@@ -192,20 +192,21 @@ def actor_step(
     logprob_T = gather(microbatches, [record.logprob_T for record in records], len(loss.weight_T), mesh)
     ratios = StepRatios.of(loss.batch, logprob_T, loss.weight_T, chosen, a)
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
-    to_old = sums["kl_to_old"] * per_token
-    factor = _rate_scale(actor, loss, ratios, to_old, index, steps) if finite else memory.rate_scale
+    factor, first_kl = memory.rate_scale, memory.first_kl
+    if finite:
+        factor, first_kl = _rate_scale(actor, loss, ratios, index, steps)
     rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"
     on_rate = factor if on_gradient else scale * factor
     finite = finite and math.isfinite(bias_norm)
     stepped = actor.step(norm, scale if on_gradient else 1.0, on_rate, finite=finite, hold=hold)
     moved = stepped and not hold
     if moved:
-        actor.memory = StepMemory(factor, running, memory.norms + 1)
+        actor.memory = StepMemory(factor, running, memory.norms + 1, first_kl)
     metrics = {
         "actor/objective": sums["objective"],
         "actor/entropy": sums["entropy"] * per_weight,
         "actor/kl_loss": sums["kl"] * per_weight,
-        "actor/kl_to_old": to_old,
+        "actor/kl_to_old": sums["kl_to_old"] * per_token,
         "actor/clip_fraction": sums["clipped"] * per_token,
         "actor/selected": ratios.selected,
         "actor/clipping_bias": bias_norm,
@@ -224,14 +225,17 @@ def actor_step(
 
 
 def _rate_scale(
-    actor: Trainer, loss: ActorLoss, ratios: StepRatios, to_old: float, index: int, steps: int
-) -> float:
-    """Return the factor of algorithm.rate. to_old: estimate of KL(old policy, current policy)."""
+    actor: Trainer, loss: ActorLoss, ratios: StepRatios, index: int, steps: int
+) -> tuple[float, float]:
+    """Return the factor of algorithm.rate, and the KL divergence of the iteration's first step."""
     a, batch = loss.algorithm, loss.batch
     old_T = ratios.logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
+    to_old = capped_kl(ratios.logprob_T, old_T, ratios.live_T)
+    first_kl = to_old if index == 0 else actor.memory.first_kl
     log_ratio_N = partial(trajectory_log_ratios, ratios.logprob_T, old_T, ratios.live_T, batch.action_offsets)
-    last = actor.memory.rate_scale
-    return RATES[a.rate](RateInput(index, steps, last, to_old, log_ratio_N, a.rate_profile, a.rate_kl))
+    last, moved = actor.memory.rate_scale, max(to_old - first_kl, 0.0)
+    given = RateInput(index, steps, last, moved, log_ratio_N, a.rate_profile, a.rate_kl)
+    return RATES[a.rate](given), first_kl
 
 
 def _estimators(a: AlgorithmConfig) -> tuple[str, ...]:
@@ -257,16 +261,21 @@ def _bias_norms(
 def minibatch_weights(batch: Batch, chosen: Sequence[int], a: AlgorithmConfig) -> Tensor:
     """Return c_t times the weight for train/serve mismatch, float32 [T].
 
-    It is 0 for tokens that are not live or whose trajectory is not chosen.
+    It is 0 for tokens that are not live or whose trajectory is not chosen, and for those that
+    algorithm.mismatch masks; c_t does not count them.
     """
-    live_T = batch.live_T & chosen_tokens(batch, chosen)
-    offsets = (batch.turn_offsets, batch.action_offsets)
-    weight_T = token_weights(a.aggregation, live_T, *offsets, a.aggregation_length)
+    live_T, offsets = batch.live_T & chosen_tokens(batch, chosen), (batch.turn_offsets, batch.action_offsets)
     if a.mismatch == "off":
-        return weight_T
+        return token_weights(a.aggregation, live_T, *offsets, a.aggregation_length)
     assert batch.old_logprob_T is not None
-    segments = segment_offsets(a.mismatch_level, *offsets)
     factor_T, _ = mismatch_weight(
-        a.mismatch, batch.old_logprob_T, batch.rollout_logprob_T, segments, a.mismatch_bound
+        a.mismatch,
+        batch.old_logprob_T,
+        batch.rollout_logprob_T,
+        segment_offsets(a.mismatch_level, *offsets),
+        a.mismatch_bound,
+        lower=a.mismatch_lower,
+        pooling=a.mismatch_pooling,
     )
+    weight_T = token_weights(a.aggregation, live_T & (factor_T != 0), *offsets, a.aggregation_length)
     return (weight_T * factor_T).masked_fill(weight_T == 0, 0)  # a failed trajectory may hold NaN

@@ -132,7 +132,9 @@ def _actor(
         ratio = torch.exp((logprob_T[first:last] - old_T[first:last]).mean())  # one per turn
         advantage = given.advantage_T[first:last].double()
         low, high = 1 - 0.2 / (last - first), 1 + 0.2 / (last - first)
-        objective += torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).sum() / count
+        least = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+        dual = (1 + 2 / (last - first)) * advantage  # the ratio counts as at most this where A < 0
+        objective += torch.where(advantage < 0, torch.maximum(least, dual), least).sum() / count
         outside = (advantage > 0) & (ratio > high) | (advantage < 0) & (ratio < low)
         clipped += int(outside.sum())
         ratios.append(ratio.item())
