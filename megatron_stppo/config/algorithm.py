@@ -18,7 +18,7 @@ class AlgorithmConfig(Section):
     """`preset` names a row of VARIANTS (algorithm/variants.py); other fields that are given override it."""
 
     preset: str = Field(
-        "kl", description="row of the table of algorithms; other fields of this section override it"
+        "st_ppo", description="row of the table of algorithms; other fields of this section override it"
     )
     segments: Literal["token", "turn", "sequence"] = Field(
         "token", description="tokens that share an importance ratio"

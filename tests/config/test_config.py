@@ -75,7 +75,7 @@ def test_the_fields_that_differ_from_the_preset_are_named(tmp_path: Path) -> Non
     def named(*overrides: str) -> str:
         return load(minimal(tmp_path), list(overrides)).algorithm.named()
 
-    assert named() == "kl"
+    assert named() == "st_ppo"
     assert (
         named("algorithm.preset=ppo", "algorithm.clip_low=0.006") == "ppo with clip_low=0.006 (preset: 0.2)"
     )
@@ -157,7 +157,7 @@ def test_a_file_in_which_a_text_is_a_date_is_told_to_quote_it(tmp_path: Path) ->
         load(path)
 
 
-def test_the_default_algorithm_has_a_ratio_per_token_and_a_rate_that_follows_the_kl(tmp_path: Path) -> None:
+def test_the_default_algorithm_is_st_ppo_with_bounds_that_follow_the_length(tmp_path: Path) -> None:
     given = load(minimal(tmp_path)).algorithm
     assert given == AlgorithmConfig() == AlgorithmConfig(preset="st_ppo")
     assert (given.segments, given.correction, given.rate) == ("turn", "logit", "constant")
@@ -196,10 +196,17 @@ def test_a_product_of_token_ratios_needs_bounds_that_do_not_follow_the_length() 
     AlgorithmConfig.model_validate({**given, "segments": "token"})
 
 
+def test_a_lower_bound_is_refused_where_nothing_is_masked() -> None:
+    with pytest.raises(ValueError, match=r"mismatch_lower=0\.5 with mismatch='truncate'"):
+        AlgorithmConfig.model_validate({"mismatch": "truncate", "mismatch_lower": 0.5})
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_preset_equals_its_fields_set_one_by_one(name: str, tmp_path: Path) -> None:
     """The fields of a preset, set one by one on top of another preset, give the same algorithm."""
-    parts = [f"algorithm.{field}={value}" for field, value in VARIANTS[name].items()]
+    parts = [
+        f"algorithm.{field}={'null' if value is None else value}" for field, value in VARIANTS[name].items()
+    ]
     by_name, by_parts = (
         load(minimal(tmp_path), given)
         for given in ([f"algorithm.preset={name}"], ["algorithm.preset=turn_ppo", *parts])
