@@ -54,6 +54,44 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "advantage": "gae",
         "select": "turn",
     },
+    # ratios to the engine's policy; tokens outside the bounds leave, whatever the sign of the advantage
+    "sao": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "gae",
+        "old_policy": "behaviour",
+        "select": "ratio",
+        "clip_low": 0.8,
+        "clip_high": 3.0,
+        "dual_clip": None,
+        "lam_length": 1.5,
+        "lam_critic": 1.0,
+    },
+    # the same with one ratio per turn, whose bounds follow the length
+    "sao_turn": {
+        "segments": "turn",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "gae",
+        "old_policy": "behaviour",
+        "select": "ratio",
+        "clip_low": 0.8,
+        "clip_high": 3.0,
+        "dual_clip": None,
+        "lam_length": 1.5,
+        "lam_critic": 1.0,
+    },
+    # grpo whose tokens leave by the change of their probability
+    "dppo": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "group",
+        "select": "probability",
+        "select_bound": 0.15,
+        "dual_clip": None,
+    },
     # ppo whose Adam starts anew with every batch
     "momentum_reset": {
         "segments": "token",
@@ -83,6 +121,36 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "clip_length_power": 0,  # its bounds are for whole sequences
         "clip_low": 3e-4,
         "clip_high": 4e-4,
+    },
+    # gspo whose tokens have their own advantages
+    "gspo_token": {
+        "segments": "sequence",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "group",
+        "aggregation": "sequence_mean_token_mean",
+        "loss": "gspo_token",
+        "clip_length_power": 0,
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+    },
+    # grpo whose ratio is a bounded constant
+    "cispo": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "group",
+        "loss": "cispo",
+        "clip_low": 1.0,
+        "clip_high": 4.0,
+    },
+    # grpo without its divisions by the deviation and by the length
+    "dr_grpo": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "group_mean",
+        "aggregation": "sequence_mean_token_sum",
     },
     "mini_rl": {
         "segments": "token",

@@ -12,6 +12,7 @@ from megatron_stppo.config.section import Section
 
 Factor = Annotated[float, Field(ge=0)]
 ADVANTAGES = ("gae", "group", "group_mean")
+LOSSES = ("cispo", "gspo_token")  # the names in algorithm/losses.py, which imports torch
 
 
 class AlgorithmConfig(Section):
@@ -21,13 +22,13 @@ class AlgorithmConfig(Section):
         "st_ppo", description="row of the table of algorithms; other fields of this section override it"
     )
     segments: Literal["token", "turn", "sequence"] = Field(
-        "token", description="tokens that share an importance ratio"
+        "turn", description="tokens that share an importance ratio"
     )
     pooling: Literal["mean", "sum"] = Field("mean", description="how a segment's log-ratios are combined")
     clip_low: float = Field(
         0.2,
         ge=0,
-        lt=1,
+        le=1,
         description="ratios below 1 - clip_low are clipped if the advantage is negative; of longer "
         "segments, see clip_length_power",
     )
@@ -58,7 +59,7 @@ class AlgorithmConfig(Section):
         None, ge=1, description="divisor of sequence_mean_token_sum_norm, in tokens"
     )
     correction: Literal["off", "coefficient", "logit", "gradient"] = Field(
-        "off", description="estimator of ||C||, the norm of the gradient that clipping removes"
+        "logit", description="estimator of ||C||, the norm of the gradient that clipping removes"
     )
     correction_apply: Literal["gradient", "step"] = Field(
         "step", description="what the scale multiplies: the gradient, or the step's learning rate"
@@ -78,16 +79,21 @@ class AlgorithmConfig(Section):
         description="report ||C|| by every estimator, and every step in steps.jsonl; training is the same, "
         "but a step that clips takes a second backward pass",
     )
-    select: Literal["all", "turn"] = Field(
+    select: Literal["all", "turn", "ratio", "probability"] = Field(
         "all",
-        description="turns in the surrogate; turn: without those that are far from the old policy and would "
-        "be pushed further away",
+        description="tokens in the surrogate. turn: without turns that are far from the old policy and would "
+        "be pushed further away. In place of clipping: ratio: without segments whose ratio is not inside the "
+        "clip bounds; probability: without tokens whose probability has changed by more than select_bound in "
+        "the direction of the advantage",
     )
     select_bound: float = Field(
-        0.04, gt=0, description="with select=turn: largest mean of (log ratio)^2 over the tokens of a turn"
+        0.04,
+        gt=0,
+        description="with select=turn: largest mean of (log ratio)^2 over the tokens of a turn; with "
+        "probability: largest change of a token's probability",
     )
     rate: Literal["constant", "open_loop", "kl", "ess"] = Field(
-        "kl",
+        "constant",
         description="factor on the actor's learning rate of each optimizer step: 1; rate_profile; from the "
         "KL divergence to the old policy; from the effective sample size of the trajectories' ratios",
     )
@@ -108,7 +114,9 @@ class AlgorithmConfig(Section):
         "outcome - group mean; or MODULE:FUNCTION (docs/algorithms.md)",
     )
     loss: str | None = Field(
-        None, description="MODULE:FUNCTION in place of the clipped surrogate (docs/algorithms.md)"
+        None,
+        description="cispo, gspo_token or MODULE:FUNCTION, in place of the clipped surrogate "
+        "(docs/algorithms.md)",
     )
     gae_level: Literal["token", "turn"] = Field("token", description="what one step of GAE is")
     gae_observations: bool = Field(
@@ -184,6 +192,11 @@ class AlgorithmConfig(Section):
         return f"{self.preset} with {changed}" if changed else self.preset
 
     @property
+    def own_loss(self) -> bool:
+        """Whether `loss` names a function of the user."""
+        return self.loss is not None and self.loss not in LOSSES
+
+    @property
     def own_advantage(self) -> bool:
         """Whether `advantage` names a function of the user."""
         return ":" in self.advantage
@@ -202,6 +215,15 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"correction={self.correction!r} with loss={self.loss}: the correction is for what clipping "
                 "removes, and such a loss does not clip; set correction to off and correction_probe to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_does_not_clip_is_not_corrected(self) -> AlgorithmConfig:
+        if self.select in ("ratio", "probability") and self.correction != "off":
+            raise ValueError(
+                f"correction={self.correction!r} with select={self.select!r}: the correction is for what "
+                "clipping removes, and this selection is in place of clipping; set correction to off"
             )
         return self
 

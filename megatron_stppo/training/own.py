@@ -1,18 +1,20 @@
-"""Loads the functions that `algorithm.loss` and `algorithm.advantage` name."""
+"""Loads the functions that `algorithm.loss` and `algorithm.advantage` name, of the user and of LOSSES."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from megatron_stppo.algorithm.losses import LOSSES
 from megatron_stppo.algorithm.own import OwnAdvantage, OwnLoss, check_advantage, check_loss
 from megatron_stppo.config import Config, ConfigError, own_code
 
 
 @dataclass(frozen=True)
 class Own:
-    """Functions of the user; None where the built-in ones are used."""
+    """Functions in place of the surrogate and of the advantages of presets; None where these are used."""
 
     loss: OwnLoss | None = None
     advantage: OwnAdvantage | None = None
@@ -22,7 +24,10 @@ class Own:
         """Import and check the functions. Raises ConfigError if one cannot be used."""
         a = config.algorithm
         advantage = a.advantage if a.own_advantage else None
-        loss = _load(config, "loss", a.loss, check_loss)
+        if a.loss is not None and not a.own_loss:
+            loss = partial(LOSSES[a.loss], low=1 - a.clip_low, high=1 + a.clip_high)
+        else:
+            loss = _load(config, "loss", a.loss, check_loss)
         return cls(loss, _load(config, "advantage", advantage, check_advantage))
 
 

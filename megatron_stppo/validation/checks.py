@@ -177,13 +177,13 @@ def _check_own_functions(config: Config) -> None:
     a, modules = config.algorithm, config.environment.modules
     if a.own_advantage:
         own_code.named(f"algorithm.advantage={a.advantage}", a.advantage, modules, "advantage")
-    if a.loss is not None:
+    if a.loss is not None and a.own_loss:
         own_code.named(f"algorithm.loss={a.loss}", a.loss, modules, "loss")
-        if config.parallel.context > 1:
-            raise ConfigError(
-                f"parallel.context={config.parallel.context} with algorithm.loss={a.loss}: the function gets "
-                "whole segments, whose tokens are then on several ranks; set parallel.context to 1"
-            )
+    if a.loss is not None and config.parallel.context > 1:
+        raise ConfigError(
+            f"parallel.context={config.parallel.context} with algorithm.loss={a.loss}: the function gets "
+            "whole segments, whose tokens are then on several ranks; set parallel.context to 1"
+        )
 
 
 def check_context(config: Config) -> None:

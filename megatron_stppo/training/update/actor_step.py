@@ -31,7 +31,7 @@ from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
 from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, trajectory_log_ratios
 from megatron_stppo.algorithm.ratio import segment_offsets
-from megatron_stppo.algorithm.selection import leaving, turn_sums
+from megatron_stppo.algorithm.selection import INSTEAD_OF_CLIPPING, leaving
 from megatron_stppo.algorithm.step_memory import StepMemory
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
@@ -119,24 +119,22 @@ class ActorLoss:
         old_T = tokens.logprob_T.detach() if old_T is None else self.at(tokens, old_T)
         weight_T, advantage_T = self.at(tokens, self.weight_T), self.at(tokens, self.batch.advantage_T)
         group = self.head.mesh.context_group if self.head.mesh.context_size > 1 else None
-        assert (tokens.turns is not None) == (a.select == "turn")
-        if tokens.turns is not None:
-            sums = turn_sums(tokens.logprob_T, old_T, advantage_T, weight_T, tokens.turns)
-            if group is not None:
-                dist.all_reduce(sums, group=group)
-            left_T = leaving(sums, tokens.turns, a.select_bound, len(advantage_T))
-            advantage_T = advantage_T.masked_fill(left_T, 0)
+        if a.select != "all":
+            columns = (tokens.logprob_T, old_T, advantage_T, weight_T, tokens.offsets, tokens.turns)
+            add_up = partial(dist.all_reduce, group=group) if group is not None else lambda sums: None
+            advantage_T = advantage_T.masked_fill(leaving(a, *columns, add_up), 0)
         if self.own is not None:
             return own_surrogate(self.own, tokens.logprob_T, old_T, advantage_T, weight_T, tokens.offsets)
+        clips = a.select not in INSTEAD_OF_CLIPPING
         return ops.clipped_surrogate(
             tokens.logprob_T,
             old_T,
             advantage_T,
             tokens.offsets,
-            clip_low=a.clip_low,
-            clip_high=a.clip_high,
             dual_clip=a.dual_clip,
-            clip_length_power=a.clip_length_power,
+            clip_low=a.clip_low if clips else 1.0,
+            clip_high=a.clip_high if clips else math.inf,
+            clip_length_power=a.clip_length_power if clips else 0.0,
             weight=weight_T,
             pooling=a.pooling,
             group=group,
@@ -200,6 +198,7 @@ def actor_step(
     finite = finite and math.isfinite(bias_norm)
     stepped = actor.step(norm, scale if on_gradient else 1.0, on_rate, finite=finite, hold=hold)
     moved = stepped and not hold
+    acts = sums["clipped"] > 0 or scale != 1 or factor != 1 or ratios.selected < 1
     if moved:
         actor.memory = StepMemory(factor, running, memory.norms + 1, first_kl)
     metrics = {
@@ -217,7 +216,7 @@ def actor_step(
         "actor/lr": rate,
         "actor/rate_scale": factor,
         "actor/effective_lr": rate * on_rate if moved else 0.0,
-        "actor/acted_share": float(moved and (sums["clipped"] > 0 or scale != 1 or factor != 1)),
+        "actor/acted_share": float(moved and acts),
         "actor/skipped": float(not stepped),
         "actor/held": float(hold),
     }

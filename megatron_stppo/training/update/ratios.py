@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.ratio import ratio_of, segment_deltas, segment_offsets, segment_sum, spread
-from megatron_stppo.algorithm.selection import leaving, turn_sums
+from megatron_stppo.algorithm.selection import INSTEAD_OF_CLIPPING, leaving
 from megatron_stppo.algorithm.surrogate import clipped, compared
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
@@ -37,7 +37,7 @@ class StepRatios:
     logprob_T: Tensor  # float32, under the policy before the step
     ratio_S: Tensor  # float32, of the algorithm's segments
     clipped_T: Tensor  # bool
-    left_T: Tensor  # bool, tokens of turns that algorithm.select takes out of the surrogate
+    left_T: Tensor  # bool, tokens that algorithm.select takes out of the surrogate
 
     @classmethod
     def of(
@@ -48,26 +48,24 @@ class StepRatios:
         logprob_T: float32 [T], also the old policy's if the batch has none. weight_T: [T], the weights of the
         step's loss. chosen: its trajectories.
         """
-        advantage_T, left_T = batch.advantage_T, torch.zeros_like(weight_T, dtype=torch.bool)
+        advantage_T = batch.advantage_T
         assert advantage_T is not None
         old_T = logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
         offsets = segment_offsets(a.segments, batch.turn_offsets, batch.action_offsets)
         delta_S, count_S = segment_deltas(logprob_T, old_T, offsets)
         exact_S, _ = ratio_of(delta_S, count_S, a.pooling)
         compared_S = compared(exact_S, count_S, a.clip_length_power, logprob_T.dtype)
-        if a.select == "turn":
-            sums = turn_sums(logprob_T, old_T, advantage_T, weight_T, batch.turn_offsets)
-            left_T = leaving(sums, batch.turn_offsets, a.select_bound, len(weight_T))
+        left_T = leaving(a, logprob_T, old_T, advantage_T, weight_T, offsets, batch.turn_offsets)
         in_T = weight_T.masked_fill(left_T, 0)
         clipped_T = clipped(compared_S, advantage_T, in_T, offsets, a.clip_low, a.clip_high)
-        if a.loss is not None:  # a loss of the user does not clip
+        if a.loss is not None or a.select in INSTEAD_OF_CLIPPING:
             clipped_T = torch.zeros_like(clipped_T)
         ratio_S, chosen_T = exact_S.to(logprob_T.dtype), chosen_tokens(batch, chosen)
         return cls(chosen_T, weight_T != 0, logprob_T, ratio_S, clipped_T, left_T)
 
     @property
     def selected(self) -> float:
-        """Return the share of the tokens that carry loss whose turns stay in the surrogate; 1 without any."""
+        """Return the share of the tokens that carry loss that stay in the surrogate; 1 without any."""
         tokens = int(self.live_T.sum())
         return int((self.live_T & ~self.left_T).sum()) / tokens if tokens else 1.0
 

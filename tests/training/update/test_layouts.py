@@ -311,3 +311,27 @@ def test_turns_leave_the_surrogate_also_where_ranks_share_them(tmp_path: Path) -
         assert own["actor/clip_fraction"] == pytest.approx(clipped / tokens)
         assert own["actor/objective"] == pytest.approx(objective / tokens, rel=1e-4)
         assert own["actor/gradient_norm"] == pytest.approx(numbers[0]["actor/gradient_norm"], rel=1e-4)
+
+
+def test_turns_outside_the_bounds_leave_the_surrogate_and_the_others_are_not_clipped(tmp_path: Path) -> None:
+    """Preset sao_turn, on one rank and on two that share turns."""
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
+    algorithm = {"preset": "sao_turn", "entropy_coefficient": 0, "kl_coefficient": 0}
+    given = ((24, 1000), False, algorithm)
+    one = run_ranks(layouts.steps, 1, str(tmp_path / "hf"), {}, *given, str(tmp_path / "one"))
+    two = run_ranks(layouts.steps, 2, str(tmp_path / "hf"), {"context": 2}, *given, str(tmp_path / "two"))
+    numbers = [numbers for results in (*one, *two) for numbers, _, _ in results]
+    batch = layouts.batch()
+    tokens, kept, objective = int(batch.live_T.sum()), 0, 0.0
+    for first, last in itertools.pairwise(batch.turn_offsets.tolist()):
+        ratio = float((-batch.old_logprob_T[first:last].double()).mean().exp())
+        length = last - first
+        if batch.live_T[first] and 1 - 0.8 / length < ratio < 1 + 3 / length:
+            kept += length
+            objective += ratio * float(batch.advantage_T[first:last].double().sum())
+    assert 0.2 < kept / tokens < 0.9
+    for own in numbers:
+        assert own["actor/selected"] == kept / tokens
+        assert own["actor/clip_fraction"] == 0 and own["actor/acted_share"] == 1
+        assert own["actor/objective"] == pytest.approx(objective / tokens, rel=1e-4)
+        assert own["actor/gradient_norm"] == pytest.approx(numbers[0]["actor/gradient_norm"], rel=1e-4)
