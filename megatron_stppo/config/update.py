@@ -37,6 +37,10 @@ class CriticOptimizerConfig(OptimizerConfig):
     warmup_fraction: float = Field(
         0.015, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
     )
+    frozen_attention: bool = Field(
+        False,
+        description="keep the weights of its attention layers as they were loaded (SAO, arXiv 2607.07508)",
+    )
 
 
 class UpdateConfig(Section):

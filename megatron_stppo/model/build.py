@@ -173,6 +173,9 @@ def build(
             model.requires_grad_(False)
         if last and is_critic:
             model.output_layer = ValueHead(settings)
+        if is_critic and config.update.critic.frozen_attention:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad and ".self_attention." not in name)
         if _has_adapters(role, config.model.lora):
             _attach_adapters(model, chunk_prefix(chunks, chunk), role, shape, config, mesh)
         # megatron's Float16Module is not used: it would copy the output to float32, and the log-prob op

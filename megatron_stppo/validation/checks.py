@@ -240,7 +240,7 @@ def _check_nucleus(config: Config) -> None:
 
 
 def _check_critic(config: Config) -> None:
-    """Raise ConfigError for settings of a critic that the preset does not have."""
+    """Raise ConfigError for settings of a critic that the run does not have."""
     update, advantage = config.update, config.algorithm.advantage
     for name, value, neutral in (
         ("update.critic_only", update.critic_only, 0),
@@ -251,6 +251,13 @@ def _check_critic(config: Config) -> None:
                 f"{name}={value} with algorithm.advantage={advantage}: there is no critic; set it to "
                 f"{neutral}, or choose a preset with a critic such as algorithm.preset=st_ppo"
             )
+    if update.critic.frozen_attention and (advantage != "gae" or config.model.lora.rank):
+        rank = config.model.lora.rank
+        given = f"model.lora.rank={rank}" if advantage == "gae" else f"algorithm.advantage={advantage}"
+        raise ConfigError(
+            f"update.critic.frozen_attention=True with {given}: it is for a critic of which all other weights "
+            "are trained; set it to false"
+        )
     if config.update.critic_only >= config.run.iterations:
         raise ConfigError(
             f"update.critic_only={update.critic_only} with run.iterations={config.run.iterations}: the actor "

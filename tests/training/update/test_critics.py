@@ -18,11 +18,25 @@ def test_the_critic_makes_its_steps_on_each_minibatch_while_the_actor_is_held(tm
     assert row["actor/held"] == 1 and row["critic/skipped"] == row["actor/kl_after"] == 0
 
 
+def test_a_frozen_attention_keeps_its_weights_also_after_a_resumption(tmp_path: Path) -> None:
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
+    ((changed, equal),) = run_ranks(whole.frozen, 1, str(tmp_path / "hf"), str(tmp_path))
+    attention = {name for name in changed if ".self_attention." in name}
+    assert len(attention) >= 2
+    assert {name for name, moved in changed.items() if not moved} == attention
+    assert equal, "the resumed critic differs"
+
+
 @pytest.mark.parametrize(
     ("update", "preset", "problem"),
     [
         ({"critic_only": 2}, "turn_grpo", "update.critic_only=2 with algorithm.advantage=group"),
         ({"critic_steps": 2}, "grpo", "update.critic_steps=2 with algorithm.advantage=group"),
+        (
+            {"critic": {"frozen_attention": True}},
+            "grpo",
+            "frozen_attention=True with algorithm.advantage=group",
+        ),
         ({"critic_only": 9}, "st_ppo", "update.critic_only=9 with run.iterations=9"),
     ],
 )

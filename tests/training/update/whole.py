@@ -76,3 +76,39 @@ def moved(model: str, folder: str) -> tuple[dict[str, Any], Any, Any]:
     after = score(learner, given, 0)
     in_T = given.live_T & chosen_tokens(given, steps[0])
     return row, before.old_logprob_T[in_T].double(), after.old_logprob_T[in_T].double()
+
+
+def frozen(model: str, folder: str) -> tuple[dict[str, bool], bool]:
+    """Make an update whose critic has a frozen attention, save it, and load it into another learner.
+
+    Return which of the critic's weights changed, and whether both learners' critics are equal after another
+    update.
+    """
+    learner = build(model, folder, critic={**SETTINGS, "frozen_attention": True})
+    import torch
+
+    from megatron_stppo.checkpoint import saving
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.training.stages import score, update
+
+    def weights(learner: Any) -> dict[str, Any]:
+        chunk = learner.critic.chunks[0]
+        return {name: p.detach().clone() for name, p in chunk.named_parameters()}
+
+    def save_or_load(learner: Any) -> Any:
+        return saving.Saver(Path(folder) / "checkpoints", learner.config, learner.mesh.layout)
+
+    before = weights(learner)
+    for iteration in range(2):  # the value head is 0 in the first step, so that its trunk has no gradient
+        update(learner, score(learner, batch(), iteration), iteration)
+    after = weights(learner)
+    saver = save_or_load(learner)
+    saver.save(2, learner.trainers, {"iteration": 2})
+    saver.finish()
+    again = build_learner(learner.config, learner.shape, learner.mesh, torch.float32)
+    save_or_load(again).load(again.trainers)
+    for one in (learner, again):
+        update(one, score(one, batch(), 2), 2)
+    changed = {name: not torch.equal(before[name], after[name]) for name in before}
+    one, other = weights(learner), weights(again)
+    return changed, all(torch.equal(one[name], other[name]) for name in one)
