@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.ratio import segment_sum, spread
 
+ENDS = torch.ones(1, dtype=torch.bool)  # the end of the last episode
+
 Aggregation = Literal[
     "token_mean",
     "turn_mean",
+    "episode_mean",
     "sequence_mean_token_mean",
     "sequence_mean_token_sum",
     "sequence_mean_token_sum_norm",
@@ -23,17 +27,25 @@ Aggregation = Literal[
 
 
 def token_weights(
-    kind: Aggregation, live_T: Tensor, turn_offsets: Tensor, action_offsets: Tensor, length: int | None = None
+    kind: Aggregation,
+    live_T: Tensor,
+    turn_offsets: Tensor,
+    action_offsets: Tensor,
+    length: int | None = None,
+    first_N: Tensor | None = None,
 ) -> Tensor:
     """Return the weights of the action tokens of a whole minibatch, float32 [T]; 0 for dead tokens.
 
     A turn or a trajectory counts if at least one of its tokens is live. The kinds are:
     token_mean: 1 / live tokens.
     turn_mean: 1 / (turns * live tokens of the turn).
+    episode_mean: 1 / (episodes * live tokens of the episode).
     sequence_mean_token_mean: 1 / (trajectories * live tokens of the trajectory).
     sequence_mean_token_sum: 1 / trajectories.
     sequence_mean_token_sum_norm: 1 / (trajectories * length), for a constant `length`.
-    The weights of the first three sum to 1. Raises ValueError for an unknown kind or a missing `length`.
+    first_N: bool [N], the trajectories that begin an episode; None: all. An agent's episode may have left
+    several, one after another; all other kinds count each trajectory on its own.
+    The weights of the first four sum to 1. Raises ValueError for an unknown kind or a missing `length`.
 
     Example: live turns of 3 and 1 tokens in one trajectory. token_mean: 1/4 each. turn_mean: 1/6, 1/6, 1/6
     and 1/2. sequence_mean_token_sum: 1 each; with _norm and length 8: 1/8 each.
@@ -47,6 +59,10 @@ def token_weights(
         return (live / tokens).float()
     if kind == "turn_mean":
         return (live / _length(live, turn_offsets) / turns).float()
+    if kind == "episode_mean":
+        begins = action_offsets if first_N is None else action_offsets[torch.cat([first_N, ENDS])]
+        episodes = (segment_sum(live, begins) > 0).sum().clamp(min=1)
+        return (live / _length(live, begins) / episodes).float()
     if kind == "sequence_mean_token_mean":
         return (live / _length(live, action_offsets) / trajectories).float()
     if kind == "sequence_mean_token_sum":
@@ -56,8 +72,8 @@ def token_weights(
             raise ValueError(f"aggregation={kind!r} divides by a constant length; give one")
         return (live / trajectories / length).float()
     raise ValueError(
-        f"aggregation={kind!r} is not known; choose token_mean, turn_mean, sequence_mean_token_mean, "
-        "sequence_mean_token_sum or sequence_mean_token_sum_norm"
+        f"aggregation={kind!r} is not known; choose token_mean, turn_mean, episode_mean, "
+        "sequence_mean_token_mean, sequence_mean_token_sum or sequence_mean_token_sum_norm"
     )
 
 

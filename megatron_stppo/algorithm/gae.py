@@ -26,17 +26,28 @@ def of_length(trajectory_offsets: Tensor, alpha: float) -> Tensor:
 
 
 def token_level(
-    reward_T: Tensor, value_T: Tensor, trajectory_offsets: Tensor, gamma: float, lam: Lambda
+    reward_T: Tensor,
+    value_T: Tensor,
+    trajectory_offsets: Tensor,
+    gamma: float,
+    lam: Lambda,
+    cut_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (advantage_T, return_T), float64, where return_T = advantage_T + value_T.
 
+    cut_N: bool [N], trajectories that a limit has cut off. What would have followed counts with the value of
+    their last step, because the value after it is not known; what follows an end counts 0.
+
     Example: rewards (0, 0, 1), values (0.5, 0.5, 0.8), gamma = lam = 1: advantages (0.5, 0.5, 0.2), all
-    returns 1.
+    returns 1. Cut off, with rewards of 0: advantages (0.3, 0.3, 0), all returns 0.8.
     """
     reward_T, value_T = reward_T.double(), value_T.double()
     remaining_T = _remaining(trajectory_offsets, len(reward_T))
     next_value_T = torch.zeros_like(value_T)
     next_value_T[:-1] = value_T[1:].masked_fill(remaining_T[:-1] == 0, 0)
+    if cut_N is not None:
+        last = trajectory_offsets[1:][cut_N & (trajectory_offsets.diff() > 0)] - 1
+        next_value_T[last] = value_T[last]
     if isinstance(lam, Tensor):
         lam = spread(lam, trajectory_offsets, len(reward_T))
     advantage_T = _discounted_sum(reward_T + gamma * next_value_T - value_T, remaining_T, gamma * lam)
@@ -50,12 +61,13 @@ def turn_level(
     trajectory_offsets: Tensor,
     gamma: float,
     lam: Lambda,
+    cut_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (advantage_T, return_T), float64, with turns as the steps of GAE.
 
     The value of a turn is the value at its first token; its reward is the sum over its tokens. gamma and lam
     are applied once per turn. All tokens of a turn get its advantage and its return. Turns without tokens are
-    left out.
+    left out. cut_N: as of token_level, of the trajectories.
     """
     turn_offsets = turn_offsets[
         torch.cat([turn_offsets.diff() > 0, turn_offsets.new_ones(1, dtype=torch.bool)])
@@ -63,7 +75,7 @@ def turn_level(
     start_S = turn_offsets[:-1]
     offsets_S = torch.searchsorted(start_S, trajectory_offsets)  # turns that start before each trajectory
     reward_S = segment_sum(reward_T.double(), turn_offsets)
-    advantage_S, return_S = token_level(reward_S, value_T[start_S], offsets_S, gamma, lam)
+    advantage_S, return_S = token_level(reward_S, value_T[start_S], offsets_S, gamma, lam, cut_N)
     total = len(reward_T)
     return spread(advantage_S, turn_offsets, total), spread(return_S, turn_offsets, total)
 

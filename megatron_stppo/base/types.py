@@ -273,6 +273,7 @@ class Batch:
     return_R: torch.Tensor | None = None
     # bool: the first history of each episode; None if every episode has one history
     first_N: torch.Tensor | None = None
+    cut_N: torch.Tensor | None = None  # bool: outcome `truncated`; None if no trajectory has it
 
     @property
     def tokens(self) -> int:

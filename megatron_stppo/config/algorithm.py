@@ -51,6 +51,7 @@ class AlgorithmConfig(Section):
     aggregation: Literal[
         "token_mean",
         "turn_mean",
+        "episode_mean",
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
         "sequence_mean_token_sum_norm",
@@ -132,6 +133,11 @@ class AlgorithmConfig(Section):
         gt=0,
         description="alpha of a lambda that follows the length l of a trajectory, in steps of GAE: the "
         "advantages have 1 - 1 / (alpha l), at least 0, in place of lam; null: lam",
+    )
+    truncated: Literal["bootstrap", "end", "mask"] = Field(
+        "bootstrap",
+        description="episodes that end because the context is full. bootstrap: with a critic, what would "
+        "have followed counts with the value of the last step; end: it counts 0; mask: they carry no loss",
     )
     whiten: bool = Field(True, description="scale advantages to mean 0 and variance 1 over the batch")
     value_clip: float = Field(0.5, gt=0, description="clipping range around the old value, as in PPO")

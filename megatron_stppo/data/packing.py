@@ -123,6 +123,9 @@ def without_tokens(summaries: Sequence[Summary], rollout_logprob_T: Tensor) -> B
         first_N=torch.tensor([s.branch == 0 for s in summaries])
         if any(s.branch for s in summaries)
         else None,
+        cut_N=torch.tensor([s.outcome == "truncated" for s in summaries])
+        if any(s.outcome == "truncated" for s in summaries)
+        else None,
     )
 
 

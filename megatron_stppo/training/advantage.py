@@ -23,13 +23,16 @@ def estimate(
 ) -> Batch:
     """Return the batch with advantage_T and, for GAE, return_T filled: float32, 0 for failed trajectories.
 
-    With gae_observations, return_R is filled too, and whitening includes the observation tokens.
+    With algorithm.truncated=mask, truncated trajectories are not live any more. With gae_observations,
+    return_R is filled too, and whitening includes the observation tokens.
 
     own: algorithm.advantage, if it names a function.
     group_N: int64 [N], equal for the trajectories of one task. Every rank has the columns of all action
     tokens, so no collective is needed.
     Raises ValueError if the batch lacks values or log-probs that the settings need.
     """
+    if algorithm.truncated == "mask" and batch.cut_N is not None:
+        batch = replace(batch, live_N=batch.live_N & ~batch.cut_N)
     if algorithm.gae_observations:
         whole, rows = _over_actions(with_observations(batch), algorithm, group_N), action_rows(batch)
         assert whole.advantage_T is not None and whole.return_T is not None
@@ -97,11 +100,16 @@ def _of_outcomes(
 def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     if batch.value_T is None:
         raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
-    given = (reward_T.float(), batch.value_T)
+    given, cut_N = (
+        (reward_T.float(), batch.value_T),
+        batch.cut_N if algorithm.truncated == "bootstrap" else None,
+    )
     if algorithm.gae_level == "turn":
-        level = partial(turn_level, *given, batch.turn_offsets, batch.action_offsets, algorithm.gamma)
+        level = partial(
+            turn_level, *given, batch.turn_offsets, batch.action_offsets, algorithm.gamma, cut_N=cut_N
+        )
     else:
-        level = partial(token_level, *given, batch.action_offsets, algorithm.gamma)
+        level = partial(token_level, *given, batch.action_offsets, algorithm.gamma, cut_N=cut_N)
     advantage_T, return_T = level(_lambda(batch, algorithm))
     if algorithm.lam_critic is not None:
         _, return_T = level(algorithm.lam_critic)

@@ -189,7 +189,7 @@ def _at_start(batch: Batch, ratios: Ratios, source: str) -> tuple[Tensor, Tensor
 def _minibatches(learner: Learner, batch: Batch, iteration: int, epoch: int) -> list[list[int]]:
     """Return the trajectories of each optimizer step of an epoch."""
     count, seed = learner.config.update.minibatches, learner.config.run.seed
-    return minibatches(len(batch.live_N), count, seed, iteration, epoch)
+    return minibatches(len(batch.live_N), count, seed, iteration, epoch, batch.first_N)
 
 
 def _skipped(learner: Learner, *roles: str) -> dict[str, float]:

@@ -255,8 +255,8 @@ def _check_critic(config: Config) -> None:
         rank = config.model.lora.rank
         given = f"model.lora.rank={rank}" if advantage == "gae" else f"algorithm.advantage={advantage}"
         raise ConfigError(
-            f"update.critic.frozen_attention=True with {given}: it is for a critic of which all other weights "
-            "are trained; set it to false"
+            f"update.critic.frozen_attention=True with {given}: it is for a critic of which all other "
+            "weights are trained; set it to false"
         )
     if config.update.critic_only >= config.run.iterations:
         raise ConfigError(

@@ -16,6 +16,7 @@ def test_aggregation_weights_match_a_hand_calculation():
     expected = {
         "token_mean": [1 / 6] * 6,
         "turn_mean": [1 / 9] * 3 + [1 / 3] + [1 / 6] * 2,
+        "episode_mean": [1 / 8] * 4 + [1 / 4] * 2,
         "sequence_mean_token_mean": [1 / 8] * 4 + [1 / 4] * 2,
         "sequence_mean_token_sum": [1 / 2] * 6,
         "sequence_mean_token_sum_norm": [1 / 20] * 6,
@@ -27,6 +28,18 @@ def test_aggregation_weights_match_a_hand_calculation():
         # a mean sums to 1; 3 tokens per trajectory on average, of a length of 10
         totals = {"sequence_mean_token_sum": 3, "sequence_mean_token_sum_norm": 0.3}
         assert sum(weights) == pytest.approx(totals.get(kind, 1))
+
+
+def test_an_episode_of_two_histories_counts_once():
+    """Trajectories of 4, 2 and 2 tokens. The first two are one episode; in the second case the last two are,
+    and the last one is not live."""
+    every = torch.ones(8, dtype=torch.bool)
+    first_N = torch.tensor([True, False, True])
+    weight_T = token_weights("episode_mean", every, TURNS, TRAJECTORIES, first_N=first_N)
+    assert weight_T.tolist() == pytest.approx([1 / 12] * 6 + [1 / 4] * 2)
+    first_N = torch.tensor([True, True, False])
+    weight_T = token_weights("episode_mean", LIVE, TURNS, TRAJECTORIES, first_N=first_N)
+    assert weight_T.tolist() == pytest.approx([1 / 8] * 4 + [1 / 4] * 2 + [0, 0])
 
 
 def test_without_live_tokens_all_weights_are_zero():

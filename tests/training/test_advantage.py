@@ -258,3 +258,35 @@ def test_an_advantage_of_the_user_replaces_that_of_the_group_and_is_0_for_failed
     assert not has_signal(batch, given, groups(batch), lambda *given: torch.zeros(3))
     with pytest.raises(ValueError, match=r"algorithm.advantage: returned \[2\] for 3 trajectories"):
         estimate(batch, given, groups(batch), lambda *given: torch.zeros(2))
+
+
+def test_a_truncated_episode_counts_with_the_value_of_its_last_step_or_as_an_end_or_not_at_all():
+    """Two episodes without a reward and values of 0.5, 0.8, of which the first is cut off; gamma is 0.5."""
+    batch = scored([trajectory([0.0], outcome="truncated"), trajectory([0.0], outcome="wrong")])
+    batch = replace(batch, value_T=torch.tensor([0.5, 0.8, 0.5, 0.8]))
+    found = {
+        name: estimate(batch, settings(gamma=0.5, lam=1.0, truncated=name), groups(batch))
+        for name in ("bootstrap", "end", "mask")
+    }
+    # returns: 0.25 * 0.8 = 0.2 and 0.5 * 0.8 = 0.4; ends have none
+    assert found["bootstrap"].return_T.tolist() == pytest.approx([0.2, 0.4, 0, 0])
+    assert found["bootstrap"].advantage_T.tolist() == pytest.approx([-0.3, -0.4, -0.5, -0.8])
+    assert found["end"].return_T.tolist() == pytest.approx([0] * 4, abs=1e-7)
+    assert found["mask"].live_N.tolist() == [False, True]
+    assert found["mask"].advantage_T.tolist() == pytest.approx([0, 0, -0.5, -0.8])
+    assert found["end"].live_N.tolist() == found["bootstrap"].live_N.tolist() == [True, True]
+
+
+def test_a_truncated_episode_at_turn_level_counts_with_the_value_of_its_last_turn():
+    batch = scored([trajectory([0.0, 0.0], outcome="truncated")])
+    batch = replace(batch, value_T=torch.tensor([0.5, 9.0, 0.8, 9.0]))
+    out = estimate(batch, settings(gae_level="turn"), groups(batch))
+    assert out.advantage_T.tolist() == pytest.approx([0.3, 0.3, 0.0, 0.0])
+
+
+def test_a_masked_episode_does_not_count_in_the_mean_of_its_group():
+    batch = scored([trajectory([1.0]), trajectory([0.0]), trajectory([0.0], outcome="truncated")])
+    given = settings(preset="dr_grpo", truncated="mask")
+    assert estimate(batch, given, groups(batch)).advantage_T.tolist() == pytest.approx(
+        [0.5] * 2 + [-0.5] * 2 + [0] * 2
+    )

@@ -265,7 +265,7 @@ def minibatch_weights(batch: Batch, chosen: Sequence[int], a: AlgorithmConfig) -
     """
     live_T, offsets = batch.live_T & chosen_tokens(batch, chosen), (batch.turn_offsets, batch.action_offsets)
     if a.mismatch == "off":
-        return token_weights(a.aggregation, live_T, *offsets, a.aggregation_length)
+        return token_weights(a.aggregation, live_T, *offsets, a.aggregation_length, batch.first_N)
     assert batch.old_logprob_T is not None
     factor_T, _ = mismatch_weight(
         a.mismatch,
@@ -276,5 +276,6 @@ def minibatch_weights(batch: Batch, chosen: Sequence[int], a: AlgorithmConfig) -
         lower=a.mismatch_lower,
         pooling=a.mismatch_pooling,
     )
-    weight_T = token_weights(a.aggregation, live_T & (factor_T != 0), *offsets, a.aggregation_length)
+    kept_T = live_T & (factor_T != 0)
+    weight_T = token_weights(a.aggregation, kept_T, *offsets, a.aggregation_length, batch.first_N)
     return (weight_T * factor_T).masked_fill(weight_T == 0, 0)  # a failed trajectory may hold NaN

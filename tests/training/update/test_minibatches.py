@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 
+import torch
+
 from megatron_stppo.training.update.minibatches import minibatches
 
 
@@ -13,6 +15,19 @@ def test_seed_iteration_and_epoch_each_change_the_minibatches() -> None:
     assert orders == [minibatches(9, 3, *key) for key in keys]
 
 
-def test_minibatches_are_equal_up_to_one_trajectory() -> None:
+def test_minibatches_are_equal_up_to_one_episode() -> None:
     for trajectories, sizes in ((8, [2, 2, 2, 2]), (9, [2, 2, 2, 3])):
         assert [len(part) for part in minibatches(trajectories, 4, 0, 0, 0)] == sizes
+
+
+def test_the_histories_of_an_episode_stay_together_and_the_order_of_episodes_is_that_of_trajectories() -> (
+    None
+):
+    """Episodes of 1, 3, 1 and 2 histories, in two minibatches of two episodes."""
+    first_N = torch.tensor([True, True, False, False, True, True, False])
+    episodes = [[0], [1, 2, 3], [4], [5, 6]]
+    for iteration in range(9):
+        order = minibatches(4, 2, 0, iteration, 0)
+        assert minibatches(7, 2, 0, iteration, 0, first_N) == [
+            [n for episode in part for n in episodes[episode]] for part in order
+        ]
