@@ -155,6 +155,7 @@ def surrogate_group(
     logprob.requires_grad_()
     mask, weight = torch.ones_like(old), torch.full_like(old, 1 / tokens)
     by_token, by_turn = (exact_ppo(logprob, old, advantage, given) for given in (None, offsets))
+    by_length = exact_ppo(logprob, old, advantage, offsets, power=1.0)
     moved = 24 * tokens + 12 * (len(offsets) - 1)  # per token 12 read, 4 written; backward 4 and 4
 
     def ours(name: str, mode: str, reference: list[Tensor], **given: Any) -> Variant:
@@ -177,6 +178,11 @@ def surrogate_group(
     variants = [
         ours("fused ST-PPO", "extension", by_turn, segment_offsets=offsets),
         ours("fused ST-PPO, weight per token", "extension", by_turn, segment_offsets=offsets, weight=weight),
+        ours(
+            *("fused ST-PPO, bounds by length", "extension", by_length),
+            segment_offsets=offsets,
+            clip_length_power=1.0,
+        ),
         ours("fused token-level PPO", "extension", by_token),
         ours("fallback of ST-PPO", "torch", by_turn, segment_offsets=offsets),
         theirs("token-level PPO, eager", token_ppo),
@@ -203,9 +209,10 @@ def surrogate_inputs(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tens
     logprob, advantage = -3 * torch.rand(tokens), torch.randn(tokens)
     old = logprob + 0.1 * torch.randn(tokens) + spread(0.15 * torch.randn(len(offsets) - 1), offsets, tokens)
     for _ in range(3):  # float64 and float32 must agree on what is clipped
-        for given in (offsets, None):
+        for given, power in ((offsets, 0), (offsets, 1), (None, 0)):
             ratio_T = spread(segment_ratio(logprob, old, given)[0], given, tokens)
-            near_T = ((ratio_T - 1).abs() - CLIP).abs() < 1e-5
+            length_T = spread(offsets.diff(), offsets, tokens) ** power
+            near_T = ((ratio_T - 1).abs() * length_T - CLIP).abs() < 1e-4
             old += 1e-3 * near_T
     return logprob, old, advantage
 

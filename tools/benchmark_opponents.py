@@ -45,17 +45,21 @@ def masked_mean(value_T: Tensor, mask_T: Tensor) -> Tensor:
     return (value_T * mask_T).sum() / mask_T.sum()
 
 
-def exact_ppo(logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, offsets: Tensor | None) -> list[Tensor]:
-    """Return [loss, d loss / d logprob] in float64. With `offsets`, a turn's ratio is its geometric mean."""
+def exact_ppo(
+    logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, offsets: Tensor | None, power: float = 0.0
+) -> list[Tensor]:
+    """Return [loss, d loss / d logprob] in float64. With `offsets`, a turn's ratio is its geometric mean, and
+    CLIP n^-power the bounds of a turn of n tokens."""
     x = logprob_T.detach().double().requires_grad_()
-    delta_T = x - old_T.double()
+    delta_T, clip = x - old_T.double(), torch.full_like(x.detach(), CLIP)
     if offsets is not None:
         length_S = offsets.diff()
         segment_T = torch.arange(len(length_S), device=x.device).repeat_interleave(length_S)
         sum_S = torch.zeros(len(length_S), dtype=x.dtype, device=x.device).index_add(0, segment_T, delta_T)
         delta_T = (sum_S / length_S.clamp(min=1))[segment_T]
+        clip = CLIP * length_S.double()[segment_T] ** -power
     ratio_T, advantage_T = delta_T.exp(), advantage_T.double()
-    bounded_T = ratio_T.clamp(1 - CLIP, 1 + CLIP)
+    bounded_T = ratio_T.clamp(1 - clip, 1 + clip)
     loss = -torch.minimum(ratio_T * advantage_T, bounded_T * advantage_T).mean()
     return [loss.detach(), *torch.autograd.grad(loss, x)]
 
