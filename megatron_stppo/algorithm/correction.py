@@ -30,7 +30,7 @@ from torch import Tensor
 Estimator = Literal["coefficient", "logit"]
 Unit = Literal["mean", "sum", "relative", "running"]
 SMALLEST = 1e-30  # keeps a division by a norm finite
-MOST = 1e6  # largest ||C|| relative to the remaining gradient; where clipping left none, it is this
+MOST = 1e6  # largest ||C|| relative to the remaining gradient, also where clipping left none
 STEPS = 20  # of the running mean of gradient norms
 
 
@@ -56,16 +56,18 @@ def squared_estimate(
 def calibrated_norm(bias_sq: float, grad_sq: float, gradient_norm: float) -> float:
     """Return ||C|| from the squared estimates of C and grad J and the measured norm of the loss's gradient.
 
-    The less gradient clipping leaves, the larger the result; it is at most MOST times gradient_norm, and this
-    where clipping left nothing. Norms count as at least SMALLEST.
+    The less gradient clipping leaves, the larger the result. Where C is MOST times what it leaves, or more,
+    the result is MOST times gradient_norm, and at least the estimate of C itself.
 
-    Example: bias_sq 4, grad_sq 1, gradient_norm 0.5 give 2 * 0.5 / 1 = 1. With grad_sq 0: 5e5.
+    Example: bias_sq 4, grad_sq 1, gradient_norm 0.5 give 2 * 0.5 / 1 = 1. With grad_sq 0: 5e5. With
+    gradient_norm 0 too: 2.
     """
     if bias_sq <= 0:  # at p = 1 rounding can push 1 - 2p + sum p^2 below zero
         return 0.0
-    remaining = math.sqrt(max(grad_sq, 0.0))
-    times = MOST if remaining == 0 else min(math.sqrt(bias_sq) / remaining, MOST)
-    return times * max(gradient_norm, SMALLEST)
+    size, remaining = math.sqrt(bias_sq), math.sqrt(max(grad_sq, 0.0))
+    if size >= MOST * remaining:
+        return max(MOST * gradient_norm, size)
+    return size / remaining * gradient_norm
 
 
 def in_unit(

@@ -10,8 +10,8 @@ ess:       sqrt(ESS / n), the effective sample size of n trajectories under thei
            VCPO, arXiv 2602.17616. Difference: the ratios are to the old policy, which is the engine's only
            with old_policy=behaviour, and VCPO's baseline is left out.
 
-A controller reads only numbers that are equal on every rank, and that are known before the step. Its only
-state is the factor of the last step that was taken.
+A controller reads only numbers that are equal on every rank, and that are known before the step. Its state is
+in StepMemory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RateInput:
     index: int  # of the step in its iteration, from 0
     steps: int  # of an iteration
     last: float  # factor of the last step that was taken; 1 before the first
-    kl: float  # how much capped_kl has grown since the first step of the iteration; 0 at the first
+    kl: float | None  # of `kl`: what measured_kl returns
     log_ratio_N: Callable[[], Tensor]  # float64, from trajectory_log_ratios; only `ess` calls it
     profile: Sequence[float] | None  # of `open_loop`: a factor for each step of an iteration
     target: float  # of `kl`, nats per token
@@ -55,19 +55,38 @@ def open_loop(given: RateInput) -> float:
 def kl(given: RateInput) -> float:
     """Return the last factor: / 1.5 if KL > 2 target, * 1.5 if KL < target / 2, clamped to [0.01, 1].
 
-    The first of several steps of an iteration does not change the factor: no step has changed the policy yet.
-    A later step at KL = 0 does not raise it either: the steps before it were not applied. An iteration of one
-    step has no other KL, so that its factor rises to 1.
+    Without a KL it stays.
 
-    Example: four steps, target 0.01, KLs 0, 0.03, 0.03, 0.004 from factor 1: 1, 2/3, 4/9, 2/3.
+    Example: target 0.01, KLs None, 0.03, 0.03, 0.004 from factor 1: 1, 2/3, 4/9, 2/3.
     """
     factor = given.last
-    measures = given.steps == 1 or (given.index > 0 and given.kl > 0)
+    if given.kl is None:
+        return factor
     if given.kl > 2 * given.target:
         factor /= FACTOR
-    elif measures and given.kl < given.target / 2:
+    elif given.kl < given.target / 2:
         factor *= FACTOR
     return min(max(factor, LOWEST), 1.0)
+
+
+def measured_kl(
+    to_old: Callable[[], float], after: float, index: int, steps: int, from_engine: bool
+) -> float | None:
+    """Return KL(policy before, current policy) for `kl`, or None where no applied step is measured.
+
+    Of several steps in an iteration, the first measures nothing and the later ones capped_kl to the policy at
+    the iteration's start. If there is one step, or the old log-probs are the engine's, the first step reads
+    what the whole update before it has done, and later ones measure nothing: a KL to the engine contains the
+    difference of engine and trainer and the age of the rollouts, which no step has caused.
+
+    to_old: capped_kl on the step's tokens. after: actor/kl_after of the last update with an applied step; 0
+    without one. from_engine: algorithm.old_policy=behaviour.
+    """
+    if steps == 1 or from_engine:
+        found = after if index == 0 else 0.0
+    else:
+        found = to_old() if index > 0 else 0.0
+    return found if found > 0 else None  # 0: the steps before were not applied
 
 
 def ess(given: RateInput) -> float:

@@ -37,7 +37,7 @@ from megatron_stppo.algorithm.surrogate import compared
 INSTEAD_OF_CLIPPING = ("ratio", "probability")
 
 
-class Settings(Protocol):
+class SelectionFields(Protocol):
     """The fields of the configuration's section `algorithm` that a selection reads."""
 
     @property
@@ -55,7 +55,7 @@ class Settings(Protocol):
 
 
 def leaving(
-    a: Settings,
+    a: SelectionFields,
     logprob_T: Tensor,
     old_logprob_T: Tensor,
     advantage_T: Tensor,
@@ -78,7 +78,8 @@ def leaving(
         return spread(far_turns(sums, a.select_bound), turns, total)
     if a.select == "ratio":
         sums = torch.stack(segment_deltas(logprob_T.detach(), old_logprob_T, segments), dim=1)
-        add_up(sums)
+        if segments is not None:  # a token is on one rank only
+            add_up(sums)
         ratio_S, _ = ratio_of(sums[:, 0], sums[:, 1], a.pooling)
         compared_S = compared(ratio_S, sums[:, 1], a.clip_length_power, logprob_T.dtype)
         return spread((compared_S <= 1 - a.clip_low) | (compared_S >= 1 + a.clip_high), segments, total)

@@ -19,6 +19,4 @@ class StepMemory:
     rate_scale: float = 1.0  # the factor of algorithm.rate
     norm_mean: float = 0.0  # running mean of gradient norms
     norms: int = 0  # number of values in it
-    first_kl: float = (
-        0.0  # KL(old policy, policy) of the first step of the iteration, which no step has caused
-    )
+    kl_after: float = 0.0  # actor/kl_after of the last update in which a step was applied

@@ -133,6 +133,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "clip_length_power": 0,
         "clip_low": 3e-4,
         "clip_high": 4e-4,
+        "dual_clip": None,
     },
     # grpo whose ratio is a bounded constant
     "cispo": {
@@ -143,6 +144,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "loss": "cispo",
         "clip_low": 1.0,
         "clip_high": 4.0,
+        "dual_clip": None,
     },
     # grpo without its divisions by the deviation and by the length
     "dr_grpo": {

@@ -29,6 +29,7 @@ def made_of(trainers: Mapping[str, Trainer]) -> dict[str, Any]:
         "layers": layers_of(chunks),
         "expert": expert_size(chunks),
         "distributed": {role: trainer.settings.distributed for role, trainer in trainers.items()},
+        "frozen_attention": frozen_attention(trainers.get("critic")),
         "lora": adaptation_of(chunks),
     }
 
@@ -50,12 +51,23 @@ def check_resumed(path: Path, state: Mapping[str, Any], role: str, trainer: Trai
     check_weights(path, state, trainer.chunks)
     check_experts(path, state, trainer)
     check_distributed(path, state, role, trainer)
+    if role == "critic":
+        before, now = (
+            str(frozen).lower()
+            for frozen in (state.get("frozen_attention", False), frozen_attention(trainer))
+        )
+        _check_same(path, "update.critic.frozen_attention", before, now, "set it as it was")
     here = adaptation_of(trainer.chunks)
     if here is not None and state["lora"]["initial"] != here["initial"]:
         raise ConfigError(
             f"{path}: its run began with other adapters than those of this run's model.lora.path; give those "
             "that it began with (model.lora.path=null if there were none), or another run.name"
         )
+
+
+def frozen_attention(critic: Trainer | None) -> bool:
+    """Return whether a critic's attention has no optimizer states, by update.critic.frozen_attention."""
+    return critic is not None and bool(getattr(critic.settings, "frozen_attention", False))
 
 
 def layers_of(model: Sequence[torch.nn.Module]) -> LayerSpec:

@@ -134,10 +134,11 @@ class AlgorithmConfig(Section):
         description="alpha of a lambda that follows the length l of a trajectory, in steps of GAE: the "
         "advantages have 1 - 1 / (alpha l), at least 0, in place of lam; null: lam",
     )
-    truncated: Literal["bootstrap", "end", "mask"] = Field(
-        "bootstrap",
-        description="episodes that end because the context is full. bootstrap: with a critic, what would "
-        "have followed counts with the value of the last step; end: it counts 0; mask: they carry no loss",
+    truncated: Literal["end", "bootstrap", "mask"] = Field(
+        "end",
+        description="episodes with the outcome truncated, because the context is full or the turns are used "
+        "up. end: what would have followed counts 0; bootstrap: with a critic, it counts with the value of "
+        "the last step; mask: they carry no loss",
     )
     whiten: bool = Field(True, description="scale advantages to mean 0 and variance 1 over the batch")
     value_clip: float = Field(0.5, gt=0, description="clipping range around the old value, as in PPO")
@@ -231,6 +232,23 @@ class AlgorithmConfig(Section):
                 f"correction={self.correction!r} with select={self.select!r}: the correction is for what "
                 "clipping removes, and this selection is in place of clipping; set correction to off"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _named_losses_have_no_other_bounds(self) -> AlgorithmConfig:
+        if self.loss is None or self.own_loss:
+            return self
+        for name, wrong, right in (
+            ("dual_clip", self.dual_clip is not None, "null"),
+            ("pooling", self.pooling != "mean", "mean"),
+            ("clip_length_power", self.segments != "token" and self.clip_length_power > 0, "0"),
+            ("segments", self.loss == "cispo" and self.segments != "token", "token"),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} with loss={self.loss}: it would have no effect; set "
+                    f"{name}={right}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -41,7 +41,8 @@ def throughput(
 def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int]:
     """Return the model FLOP of an iteration by phase, over all ranks.
 
-    Every model that is scored computes each token once. Actor and critic train on each token once per epoch.
+    Every model that is scored computes each token once. Per epoch the actor trains on each token once, the
+    critic update.critic_steps times. The forward pass for actor/kl_after is left out.
     """
     lengths = batch.sequence_offsets.diff().tolist()
     actions, lora = len(batch.action_index_T), (config.model.lora.rank, config.model.lora.names)
@@ -50,7 +51,8 @@ def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int
     if config.model.lora.path is not None:  # those of the reference
         with_adapters += config.needs_reference
     adapted = adapters(shape, lengths, *lora) * with_adapters
-    trained = [actions, *([0] if config.needs_critic else [])]  # tokens at the heads of actor and critic
+    # tokens at the heads of actor and critic
+    trained = [actions, *([0] * config.update.critic_steps if config.needs_critic else [])]
     return {
         "score": policy * (config.scores_actor + config.needs_reference) + critic + adapted,
         "update": config.update.epochs * sum(training(shape, lengths, head, *lora) for head in trained),

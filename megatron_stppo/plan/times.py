@@ -52,7 +52,10 @@ def _batch(config: Config) -> int:
 
 def _microbatch_flop(config: Config, stages: Sequence[StageUse]) -> tuple[int, int]:
     """Return the FLOP of a micro-batch on one GPU of the stage with most of them: (score, update)."""
-    passes = {"actor": 2 if config.algorithm.correction == "gradient" else 1}
+    passes = {
+        "actor": 2 if config.algorithm.correction == "gradient" else 1,
+        "critic": config.update.critic_steps,
+    }
     scored = max(sum(one.models[role].score_flop for role in one.scored) for one in stages)
     updated = max(
         sum(use.update_flop * passes.get(role, 1) for role, use in one.models.items()) for one in stages

@@ -118,9 +118,9 @@ def update(
 ) -> tuple[dict[str, float], StepRatios | None, Batch]:
     """Make one step of the actor, and update.critic_steps of the critic, for every minibatch of every epoch.
 
-    Collective. Return the mean of the steps' metrics (for the critic, of the last step on each minibatch),
-    the ratios of the last epoch, and the batch with old log-probs. Metrics and ratios are equal on every
-    rank. The ratios of a minibatch are computed before the step on it.
+    Collective. Return the mean of the steps' metrics, the ratios of the last epoch, and the batch with old
+    log-probs. Metrics and ratios are equal on every rank. The ratios of a minibatch are computed before the
+    step on it.
     If the batch has no old log-probs, they are those of the first step, which must be on all trajectories.
 
     iteration: the policy version that is updated.
@@ -153,10 +153,12 @@ def update(
                 if any_rank(bool(not_finite(batch))):  # the actor's step was skipped for it
                     return _skipped(learner, *(learner.trainers.keys() - {"actor"})), None, batch
             ratios.add(step.ratios)
-            row = step.metrics
-            for _ in range(config.update.critic_steps):
-                row = row | critic_step(critic, valued, chosen, a.value_clip, packer) if critic else row
-            steps.append(row)
+            of_critic = [
+                critic_step(critic, valued, chosen, a.value_clip, packer)
+                for _ in range(config.update.critic_steps)
+                if critic
+            ]
+            steps.append(step.metrics | mean_of(of_critic))
     if a.correction_probe and learner.mesh.rank == 0:
         rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
     # not 0 only if scoring and update compute different log-probs, or with algorithm.old_policy=behaviour
@@ -164,7 +166,8 @@ def update(
     if not hold:
         assert ratios.first is not None
         chosen = _minibatches(learner, batch, iteration, epoch=0)[0]
-        measured["actor/kl_after"] = kl_after(learner, batch, ratios.first, chosen)
+        measured["actor/kl_after"] = after = kl_after(learner, batch, ratios.first, chosen)
+        actor.memory = replace(actor.memory, kl_after=after or actor.memory.kl_after)
     agreement = current_mismatch(batch, *_at_start(batch, ratios, config.old_logprob_source), iteration)
     return mean_of(steps) | ratios.row() | measured | agreement, ratios.last, batch
 

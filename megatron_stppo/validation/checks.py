@@ -61,7 +61,7 @@ def check(config: Config, world_size: int, command: str) -> None:
         raise ConfigError(refused)
     _check_nucleus(config)
     _check_profile(config)
-    _check_critic(config)
+    _check_critic(config, command)
     serving.check(config)
     lora.check(config)
     megatron_fields.check(config)
@@ -239,7 +239,7 @@ def _check_nucleus(config: Config) -> None:
             )
 
 
-def _check_critic(config: Config) -> None:
+def _check_critic(config: Config, command: str) -> None:
     """Raise ConfigError for settings of a critic that the run does not have."""
     update, advantage = config.update, config.algorithm.advantage
     for name, value, neutral in (
@@ -258,7 +258,7 @@ def _check_critic(config: Config) -> None:
             f"update.critic.frozen_attention=True with {given}: it is for a critic of which all other "
             "weights are trained; set it to false"
         )
-    if config.update.critic_only >= config.run.iterations:
+    if command in ("train", "plan") and config.update.critic_only >= config.run.iterations:
         raise ConfigError(
             f"update.critic_only={update.critic_only} with run.iterations={config.run.iterations}: the actor "
             "would never learn; choose fewer, or more iterations"
@@ -283,6 +283,11 @@ def _resample(config: Config) -> None:
         raise ConfigError(
             f"rollout.resample={rollout.resample} with algorithm.advantage=gae: a group of equal rewards has "
             "advantages there; set rollout.resample=0, or a preset with groups such as algorithm.preset=grpo"
+        )
+    if rollout.resample and config.algorithm.truncated == "mask":
+        raise ConfigError(
+            f"rollout.resample={rollout.resample} with algorithm.truncated=mask: groups are resampled by the "
+            "rewards of all episodes, also of those that are masked; set one of them to 0 or end"
         )
     if rollout.resample and rollout.samples_per_task == 1:
         raise ConfigError(

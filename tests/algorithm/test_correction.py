@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_stppo.algorithm.correction import (
+    Unit,
     calibrated_norm,
     correction_scale,
     in_unit,
@@ -68,11 +69,24 @@ def test_a_step_of_which_everything_is_clipped_is_the_limit_of_steps_of_which_li
     """A square of 1e-5 is clipped. The smaller the rest, the smaller the scale, down to 1e-7."""
     scales = []
     for grad_sq in (1e-5, 1e-9, 1e-13, 1e-30, 0.0):
-        bias_norm = calibrated_norm(1e-5, grad_sq, gradient_norm)
-        relative = in_unit(bias_norm, "relative", tokens=1, gradient_norm=gradient_norm)
+        norm = gradient_norm or math.sqrt(grad_sq)
+        relative = in_unit(calibrated_norm(1e-5, grad_sq, norm), "relative", tokens=1, gradient_norm=norm)
         scales.append(correction_scale(10 * relative, 1, floor=1.0))
     assert scales == pytest.approx([1e-1, 1e-3, 1e-5, 1e-7, 1e-7])
     assert calibrated_norm(0.0, 0.0, gradient_norm) == 0.0
+    assert calibrated_norm(1.0, 1e-30, 1e-3) == calibrated_norm(1.0, 0.0, 1e-3) == 1e3
+
+
+@pytest.mark.parametrize("unit", ["mean", "sum", "running"])
+def test_in_other_units_the_scale_does_not_return_to_1_where_nothing_is_left(unit: Unit) -> None:
+    """The norm falls with what clipping leaves; before the clipping it was 0.1."""
+    scales = []
+    for rest in (1e-2, 1e-6, 1e-9, 0.0):
+        norm = in_unit(
+            calibrated_norm(1e-2, rest**2, rest), unit, tokens=1, gradient_norm=rest, running_norm=0.05
+        )
+        scales.append(correction_scale(10 * norm, 1, floor=0.0))
+    assert scales == pytest.approx([scales[0]] * 4)
 
 
 def test_sum_unit_counts_the_minibatchs_action_tokens():

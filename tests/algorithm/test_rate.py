@@ -2,21 +2,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, trajectory_log_ratios
+from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, measured_kl, trajectory_log_ratios
 from megatron_stppo.algorithm.step_memory import StepMemory
 
-FIRST = RateInput(0, 1, 1.0, 0.0, lambda: torch.zeros(0, dtype=torch.float64), None, 0.01)
+FIRST = RateInput(0, 1, 1.0, None, lambda: torch.zeros(0, dtype=torch.float64), None, 0.01)
 
 
 def factors_of_kl(kls: list[float], steps: int = 8) -> list[float]:
-    """Return the factors of consecutive steps with these KL divergences. The target is 0.01."""
+    """Return the factors of consecutive steps, `steps` in each iteration, whose capped_kl to the policy at
+    the iteration's start is given. The target is 0.01."""
     found, last = [], 1.0
     for number, kl in enumerate(kls):
-        last = RATES["kl"](replace(FIRST, index=number % steps, steps=steps, last=last, kl=kl))
+        measured = measured_kl(partial(float, kl), 0.0, number % steps, steps, False)
+        last = RATES["kl"](replace(FIRST, last=last, kl=measured))
         found.append(last)
     return found
 
@@ -35,14 +38,14 @@ def test_constant_is_1_and_the_profile_is_read_by_the_step_of_the_iteration() ->
 def test_the_rate_falls_above_twice_the_target_and_rises_below_half_of_it() -> None:
     found = factors_of_kl([0.0, 0.021, 0.021, 0.02, 0.005, 0.0, 0.004])
     assert found == pytest.approx([1, 2 / 3, 4 / 9, 4 / 9, 4 / 9, 4 / 9, 2 / 3])
-    assert factors_of_kl([0.021, 0.004]) == pytest.approx([2 / 3, 1])
+    assert factors_of_kl([0.0, 0.021, 0.004]) == pytest.approx([1, 2 / 3, 1])
 
 
 def test_the_rate_stays_between_a_hundredth_and_the_configured_one() -> None:
     assert factors_of_kl([0.001, 0.001]) == [1, 1] and StepMemory().rate_scale == 1
-    down = factors_of_kl([1.0] * 13)
-    assert down[10] == pytest.approx(1.5**-11) and down[11:] == [0.01, 0.01]
-    assert factors_of_kl([1.0] * 13 + [0.001])[-1] == pytest.approx(0.015)
+    down = factors_of_kl([0.0] + [1.0] * 13, steps=99)
+    assert down[11] == pytest.approx(1.5**-11) and down[12:] == [0.01, 0.01]
+    assert factors_of_kl([0.0] + [1.0] * 13 + [0.001], steps=99)[-1] == pytest.approx(0.015)
 
 
 def test_the_first_step_does_not_raise_what_the_next_one_lowers() -> None:
@@ -66,13 +69,28 @@ def test_one_token_does_not_decide_the_estimate() -> None:
     assert capped_kl(small_T, torch.zeros(2), live_T[:2]) == pytest.approx(expected)
 
 
-def test_with_one_step_per_iteration_the_factor_rises_to_1() -> None:
-    """It has been lowered by iterations of several steps, before a resumption."""
-    found, last = [], 8 / 27
-    for _ in range(4):
-        last = RATES["kl"](replace(FIRST, last=last))
-        found.append(last)
-    assert found == pytest.approx([4 / 9, 2 / 3, 1, 1])
+@pytest.mark.parametrize(("steps", "from_engine"), [(1, False), (1, True), (4, True)])
+def test_the_first_step_reads_what_the_update_before_has_done_where_no_other_is_measured(
+    steps: int, from_engine: bool
+) -> None:
+    """A large KL to the engine, which no step has caused, is not read."""
+    found = [measured_kl(lambda: 9.0, 0.003, index, steps, from_engine) for index in range(steps)]
+    assert found == [0.003] + [None] * (steps - 1)
+    assert measured_kl(lambda: 9.0, 0.0, 0, steps, from_engine) is None, "nothing was applied yet"
+
+
+def test_rounding_at_the_start_of_an_iteration_is_no_measurement() -> None:
+    found = [measured_kl(lambda: 1e-9, 0.5, index, 4, False) for index in range(3)]
+    assert found == [None, 1e-9, 1e-9]
+
+
+def test_a_constant_difference_of_engine_and_trainer_does_not_lower_the_rate() -> None:
+    """KLs of 0.0045 and more to the engine, target 0.002; updates that move the policy by 0.0015."""
+    last = 1.0
+    for step in range(80):
+        kl = measured_kl(partial(float, 0.0045 + 0.002 * (step % 5)), 0.0015, step % 4, 4, True)
+        last = RATES["kl"](replace(FIRST, last=last, kl=kl, target=0.002))
+    assert last == 1.0
 
 
 def test_the_effective_sample_size_of_ratios_1_and_3_is_16_tenths() -> None:

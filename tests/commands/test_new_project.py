@@ -47,7 +47,7 @@ def test_a_new_project_makes_its_model_passes_its_tests_and_trains(
     assert "4 passed" in run(folder, "-m", "pytest", "-q").stdout
     monkeypatch.chdir(folder)  # the same command, through the Python interface
     trained = megatron_stppo.train("config.yaml", ["run.iterations=2"])
-    assert "kl 2/2: reward" in capsys.readouterr().out
+    assert "st_ppo 2/2: reward" in capsys.readouterr().out
     table = megatron_stppo.read_run(trained)
     assert table.metrics.index.tolist() == [1, 2] and len(table.episodes) == 2 * 80
     assert all(1 < mean <= 3 for mean in table.metrics["environment/guesses"])

@@ -280,7 +280,7 @@ def test_a_truncated_episode_counts_with_the_value_of_its_last_step_or_as_an_end
 def test_a_truncated_episode_at_turn_level_counts_with_the_value_of_its_last_turn():
     batch = scored([trajectory([0.0, 0.0], outcome="truncated")])
     batch = replace(batch, value_T=torch.tensor([0.5, 9.0, 0.8, 9.0]))
-    out = estimate(batch, settings(gae_level="turn"), groups(batch))
+    out = estimate(batch, settings(gae_level="turn", truncated="bootstrap"), groups(batch))
     assert out.advantage_T.tolist() == pytest.approx([0.3, 0.3, 0.0, 0.0])
 
 

@@ -29,7 +29,8 @@ def calls() -> dict[str, Any]:
             new, old, advantage = three(total)
             out = ops.clipped_surrogate(new.requires_grad_(), old, advantage, segments, **settings)
             out.objective.backward()
-        two_phases("mean", None, 0.5)
+        two_phases("mean", None, 0.0, 0.5)
+        two_phases("mean", 1.5, 1.0, 0.5)
         for columns in (1003, 4096):
             for dtype in (torch.float32, torch.bfloat16):
                 logits, target = rows(3, columns)

@@ -22,6 +22,7 @@ from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.training.own import Own
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.training.update.critic_step import critic_step
 from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
@@ -134,7 +135,7 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     given = replace(batch, old_logprob_T=policy_T + batch.old_logprob_T, rollout_logprob_T=policy_T)
     before = _whole(trainers, shape, config, mesh) if own_T is None else {}
     a = config.algorithm
-    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
+    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head, Own.of(config).loss)
     numbers = actor_step(actor, loss, chosen, packer).metrics
     numbers |= critic_step(critic, given, chosen, a.value_clip, packer)
     after = _whole(trainers, shape, config, mesh)

@@ -212,7 +212,7 @@ class Browser {
 
 // The full colour marks the clip bounds, taken from the first run that has them. Those of turns may follow their tokens n.
 function ratioTone() {
-  const bound = (name) => RUNS.map((run) => Number(run.config[`algorithm.${name}`])).find((value) => value > 0 && value < 1) ?? 0.2;
+  const bound = (name) => RUNS.map((run) => Number(run.config[`algorithm.${name}`])).find((value) => value > 0 && (name === "clip_high" || value < 1)) ?? 0.2;
   const [below, above] = [bound("clip_low"), bound("clip_high")];
   const by = RUNS.find((run) => run.config["algorithm.clip_low"] !== undefined)?.config ?? {};
   const power = by["algorithm.segments"] === '"turn"' ? Number(by["algorithm.clip_length_power"]) || 0 : 0;

@@ -94,9 +94,9 @@ class UpdateGuard:
         self._acting.restore(state.get("acting", {}))
 
     def _look_at_mechanisms(self, iteration: int, row: Mapping[str, Any]) -> dict[str, float]:
-        share, warning = self._acting.look(row)
-        if warning:
-            self._warn(iteration, warning)
+        share, warnings = self._acting.look(row)
+        for text in warnings:
+            self._warn(iteration, text)
         return share
 
     def _count_held(self, iteration: int, held: bool, by_rewards: bool) -> None:

@@ -29,7 +29,7 @@ from megatron_stppo.algorithm.correction import (
 )
 from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
-from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, trajectory_log_ratios
+from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, measured_kl, trajectory_log_ratios
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.algorithm.selection import INSTEAD_OF_CLIPPING, leaving
 from megatron_stppo.algorithm.step_memory import StepMemory
@@ -190,9 +190,7 @@ def actor_step(
     logprob_T = gather(microbatches, [record.logprob_T for record in records], len(loss.weight_T), mesh)
     ratios = StepRatios.of(loss.batch, logprob_T, loss.weight_T, chosen, a)
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
-    factor, first_kl = memory.rate_scale, memory.first_kl
-    if finite:
-        factor, first_kl = _rate_scale(actor, loss, ratios, index, steps)
+    factor = _rate_scale(actor, loss, ratios, index, steps) if finite else memory.rate_scale
     rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"
     on_rate = factor if on_gradient else scale * factor
     finite = finite and math.isfinite(bias_norm)
@@ -200,7 +198,7 @@ def actor_step(
     moved = stepped and not hold
     acts = sums["clipped"] > 0 or scale != 1 or factor != 1 or ratios.selected < 1
     if moved:
-        actor.memory = StepMemory(factor, running, memory.norms + 1, first_kl)
+        actor.memory = StepMemory(factor, running, memory.norms + 1, memory.kl_after)
     metrics = {
         "actor/objective": sums["objective"],
         "actor/entropy": sums["entropy"] * per_weight,
@@ -216,25 +214,24 @@ def actor_step(
         "actor/lr": rate,
         "actor/rate_scale": factor,
         "actor/effective_lr": rate * on_rate if moved else 0.0,
-        "actor/acted_share": float(moved and acts),
         "actor/skipped": float(not stepped),
         "actor/held": float(hold),
     }
+    if a.loss is None:  # what another loss limits is not counted
+        metrics["actor/acted_share"] = float(moved and acts)
     return ActorStep(metrics, ratios)
 
 
-def _rate_scale(
-    actor: Trainer, loss: ActorLoss, ratios: StepRatios, index: int, steps: int
-) -> tuple[float, float]:
-    """Return the factor of algorithm.rate, and the KL divergence of the iteration's first step."""
-    a, batch = loss.algorithm, loss.batch
+def _rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, index: int, steps: int) -> float:
+    """Return the factor of algorithm.rate."""
+    a, batch, memory = loss.algorithm, loss.batch, actor.memory
     old_T = ratios.logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
-    to_old = capped_kl(ratios.logprob_T, old_T, ratios.live_T)
-    first_kl = to_old if index == 0 else actor.memory.first_kl
+    to_old = partial(capped_kl, ratios.logprob_T, old_T, ratios.live_T)
+    kl = measured_kl(to_old, memory.kl_after, index, steps, a.old_policy == "behaviour")
     log_ratio_N = partial(trajectory_log_ratios, ratios.logprob_T, old_T, ratios.live_T, batch.action_offsets)
-    last, moved = actor.memory.rate_scale, max(to_old - first_kl, 0.0)
-    given = RateInput(index, steps, last, moved, log_ratio_N, a.rate_profile, a.rate_kl)
-    return RATES[a.rate](given), first_kl
+    return RATES[a.rate](
+        RateInput(index, steps, memory.rate_scale, kl, log_ratio_N, a.rate_profile, a.rate_kl)
+    )
 
 
 def _estimators(a: AlgorithmConfig) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron_stppo.algorithm.penalties import k3
+from megatron_stppo.algorithm.rate import capped_kl
 from megatron_stppo.base.types import Batch
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.pipeline import logprobs
@@ -22,7 +22,7 @@ def kl_after(learner: Learner, batch: Batch, first: StepRatios, chosen: Sequence
 
     It takes one forward pass over an eighth of the trajectories of the first step, at least eight and one per
     data-parallel rank. Every rank takes those that it has trained on, so other numbers of data-parallel ranks
-    take others. The estimate is k3, 0 without tokens that carry loss.
+    take others. The estimate is capped_kl, 0 without tokens that carry loss.
     first: the ratios of the first step, before which the policy is that of before the update. chosen: its
     trajectories.
     """
@@ -32,5 +32,4 @@ def kl_after(learner: Learner, batch: Batch, first: StepRatios, chosen: Sequence
     after_T = logprobs(actor.model, learner.head(actor.model), batch, packer, [chosen], most)
     sample = [n for part in packer.partition(batch, chosen) for n in part[:most]]
     in_T = first.live_T & chosen_tokens(batch, sample)
-    before_T, after_T = first.logprob_T[in_T].double(), after_T[in_T].double()
-    return float(k3(before_T, after_T).mean()) if len(after_T) else 0.0
+    return capped_kl(after_T, first.logprob_T, in_T)

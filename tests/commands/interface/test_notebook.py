@@ -42,7 +42,7 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert [line for line in lines if line.startswith("kl 2/2: reward")]
+    assert [line for line in lines if line.startswith("st_ppo 2/2: reward")]
     assert lines[-1] == "160" and "'evaluate/environment/guesses'" in lines[-2]
     assert not [line for line in lines if "\x1b" in line], "plain lines, no progress bars"
 

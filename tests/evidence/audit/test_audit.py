@@ -24,6 +24,7 @@ GIVEN = (
     "rollout.samples_per_task=8",
     "rollout.max_mismatch=1000",
     "update.actor.lr=3e-3",
+    "algorithm.preset=kl",
     "run.checkpoint_every=1",
     "run.keep_every=1",
 )

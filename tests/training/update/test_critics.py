@@ -48,4 +48,4 @@ def test_settings_without_an_effect_are_refused(update: dict, preset: str, probl
         "algorithm": {"preset": preset},
     }
     with pytest.raises(ConfigError, match=problem):
-        checks._check_critic(Config.model_validate(given))
+        checks._check_critic(Config.model_validate(given), "train")

@@ -313,20 +313,25 @@ def test_turns_leave_the_surrogate_also_where_ranks_share_them(tmp_path: Path) -
         assert own["actor/gradient_norm"] == pytest.approx(numbers[0]["actor/gradient_norm"], rel=1e-4)
 
 
-def test_turns_outside_the_bounds_leave_the_surrogate_and_the_others_are_not_clipped(tmp_path: Path) -> None:
-    """Preset sao_turn, on one rank and on two that share turns."""
+@pytest.mark.parametrize(("preset", "low", "high"), [("sao", 0.3, 0.5), ("sao_turn", 0.8, 3)])
+def test_segments_outside_the_bounds_leave_the_surrogate_and_the_others_are_not_clipped(
+    preset: str, low: float, high: float, tmp_path: Path
+) -> None:
+    """On one rank, and on two that share turns."""
     layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
-    algorithm = {"preset": "sao_turn", "entropy_coefficient": 0, "kl_coefficient": 0}
+    algorithm = {"preset": preset, "entropy_coefficient": 0, "kl_coefficient": 0}
+    algorithm |= {"clip_low": low, "clip_high": high}
     given = ((24, 1000), False, algorithm)
     one = run_ranks(layouts.steps, 1, str(tmp_path / "hf"), {}, *given, str(tmp_path / "one"))
     two = run_ranks(layouts.steps, 2, str(tmp_path / "hf"), {"context": 2}, *given, str(tmp_path / "two"))
     numbers = [numbers for results in (*one, *two) for numbers, _, _ in results]
     batch = layouts.batch()
     tokens, kept, objective = int(batch.live_T.sum()), 0, 0.0
-    for first, last in itertools.pairwise(batch.turn_offsets.tolist()):
+    ends = batch.turn_offsets.tolist() if preset == "sao_turn" else range(len(batch.live_T) + 1)
+    for first, last in itertools.pairwise(ends):
         ratio = float((-batch.old_logprob_T[first:last].double()).mean().exp())
         length = last - first
-        if batch.live_T[first] and 1 - 0.8 / length < ratio < 1 + 3 / length:
+        if batch.live_T[first] and 1 - low / length < ratio < 1 + high / length:
             kept += length
             objective += ratio * float(batch.advantage_T[first:last].double().sum())
     assert 0.2 < kept / tokens < 0.9

@@ -9,7 +9,7 @@ from megatron_stppo.cluster.launch import process
 from tests.training.update.layouts import SETTINGS, batch
 
 
-def build(model: str, folder: str, **update: Any) -> Any:
+def build(model: str, folder: str, parallel: dict[str, int] | None = None, **update: Any) -> Any:
     """Return a learner of preset st_ppo with two minibatches per iteration."""
     process.prepare(engine=False)
     import torch
@@ -23,6 +23,7 @@ def build(model: str, folder: str, **update: Any) -> Any:
         {
             "run": {"root": folder},
             "model": {"path": model},
+            "parallel": parallel or {},
             "update": {"minibatches": 2, "actor": SETTINGS, "critic": SETTINGS, **update},
             "algorithm": {"preset": "st_ppo", "kl_coefficient": 0},
         }
@@ -57,25 +58,29 @@ def several(model: str, folder: str, steps: int) -> tuple[dict[str, Any], int, d
     return row, learner.critic.updates, changed
 
 
-def moved(model: str, folder: str) -> tuple[dict[str, Any], Any, Any]:
-    """Make an update. Return its row, and the log-probs of the live tokens of its first step, float64, before
-    and after it."""
-    learner = build(model, folder)
+def moved(model: str, folder: str, least: int, parallel: dict[str, int]) -> tuple[dict[str, Any], Any, Any]:
+    """Make an update. Return its row, and the log-probs of the live tokens of the trajectories that
+    actor/kl_after is of, float64, before and after it. least: after.LEAST, a multiple of the ranks."""
+    learner = build(model, folder, parallel)
     from dataclasses import replace
 
     import torch
 
     from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.update import after
     from megatron_stppo.training.update.minibatches import chosen_tokens, minibatches
 
-    given, steps = batch(), minibatches(8, 2, 0, 0, 0)
-    before = score(learner, given, 0)
-    own = [n for chosen in steps for n in learner.packer.partition(given, chosen)[learner.mesh.data_rank]]
+    after.LEAST = least
+    given, steps, mesh = batch(), minibatches(8, 2, 0, 0, 0), learner.mesh
+    old = score(learner, given, 0)
+    parts = [learner.packer.partition(given, chosen) for chosen in steps]
+    own = [n for part in parts for n in part[mesh.data_rank]]
     held_N = torch.full_like(given.held_N, -1).index_copy(0, torch.tensor(own), given.held_N[own])
-    row, _, _ = update(learner, replace(before, held_N=held_N), 0)
-    after = score(learner, given, 0)
-    in_T = given.live_T & chosen_tokens(given, steps[0])
-    return row, before.old_logprob_T[in_T].double(), after.old_logprob_T[in_T].double()
+    row, _, _ = update(learner, replace(old, held_N=held_N), 0)
+    new = score(learner, given, 0)
+    sample = [n for part in parts[0] for n in part[: least // mesh.data_size]]
+    in_T = given.live_T & chosen_tokens(given, sample)
+    return row, old.old_logprob_T[in_T].double(), new.old_logprob_T[in_T].double()
 
 
 def frozen(model: str, folder: str) -> tuple[dict[str, bool], bool]:
