@@ -9,6 +9,19 @@ docs/algorithms.md describes every field and gives the sources of the baselines.
 
 from typing import Any
 
+SAO = {
+    "correction": "off",
+    "rate": "constant",
+    "advantage": "gae",
+    "old_policy": "behaviour",
+    "select": "ratio",
+    "clip_low": 0.8,
+    "clip_high": 3.0,
+    "dual_clip": None,
+    "lam_length": 1.5,
+    "lam_critic": 1.0,
+}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "ppo": {"segments": "token", "correction": "off", "rate": "constant", "advantage": "gae"},
     "turn_ppo": {"segments": "turn", "correction": "off", "rate": "constant", "advantage": "gae"},
@@ -55,33 +68,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "select": "turn",
     },
     # ratios to the engine's policy; tokens outside the bounds leave, whatever the sign of the advantage
-    "sao": {
-        "segments": "token",
-        "correction": "off",
-        "rate": "constant",
-        "advantage": "gae",
-        "old_policy": "behaviour",
-        "select": "ratio",
-        "clip_low": 0.8,
-        "clip_high": 3.0,
-        "dual_clip": None,
-        "lam_length": 1.5,
-        "lam_critic": 1.0,
-    },
+    "sao": {"segments": "token", **SAO},
     # the same with one ratio per turn, whose bounds follow the length
-    "sao_turn": {
-        "segments": "turn",
-        "correction": "off",
-        "rate": "constant",
-        "advantage": "gae",
-        "old_policy": "behaviour",
-        "select": "ratio",
-        "clip_low": 0.8,
-        "clip_high": 3.0,
-        "dual_clip": None,
-        "lam_length": 1.5,
-        "lam_critic": 1.0,
-    },
+    "sao_turn": {"segments": "turn", **SAO},
     # grpo whose tokens leave by the change of their probability
     "dppo": {
         "segments": "token",
