@@ -34,8 +34,6 @@ from megatron_stppo.algorithm.ratio import (
 )
 from megatron_stppo.algorithm.surrogate import compared
 
-INSTEAD_OF_CLIPPING = ("ratio", "probability")
-
 
 class SelectionFields(Protocol):
     """The fields of the configuration's section `algorithm` that a selection reads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -12,6 +13,7 @@ from megatron_stppo.config.section import Section
 
 Factor = Annotated[float, Field(ge=0)]
 ADVANTAGES = ("gae", "group", "group_mean")
+INSTEAD_OF_CLIPPING = ("ratio", "probability")  # values of `select`
 LOSSES = ("cispo", "gspo_token")  # the names in algorithm/losses.py, which imports torch
 
 
@@ -199,6 +201,16 @@ class AlgorithmConfig(Section):
         return f"{self.preset} with {changed}" if changed else self.preset
 
     @property
+    def clips(self) -> bool:
+        """Whether the surrogate clips: no loss is in its place, and no selection in place of clipping."""
+        return self.loss is None and self.select not in INSTEAD_OF_CLIPPING
+
+    @property
+    def clip_bounds(self) -> tuple[float, float, float]:
+        """clip_low, clip_high and clip_length_power of the surrogate; (1, inf, 0) where it does not clip."""
+        return (self.clip_low, self.clip_high, self.clip_length_power) if self.clips else (1.0, math.inf, 0.0)
+
+    @property
     def own_loss(self) -> bool:
         """Whether `loss` names a function of the user."""
         return self.loss is not None and self.loss not in LOSSES
@@ -227,7 +239,7 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _what_does_not_clip_is_not_corrected(self) -> AlgorithmConfig:
-        if self.select in ("ratio", "probability") and self.correction != "off":
+        if self.select in INSTEAD_OF_CLIPPING and self.correction != "off":
             raise ValueError(
                 f"correction={self.correction!r} with select={self.select!r}: the correction is for what "
                 "clipping removes, and this selection is in place of clipping; set correction to off"

@@ -100,19 +100,18 @@ def _of_outcomes(
 def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     if batch.value_T is None:
         raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
-    given, cut_N = (
-        (reward_T.float(), batch.value_T),
-        batch.cut_N if algorithm.truncated == "bootstrap" else None,
+    of_level = partial(turn_level, turn_offsets=batch.turn_offsets)
+    level = partial(
+        of_level if algorithm.gae_level == "turn" else token_level,
+        reward_T.float(),
+        batch.value_T,
+        trajectory_offsets=batch.action_offsets,
+        gamma=algorithm.gamma,
+        cut_N=batch.cut_N if algorithm.truncated == "bootstrap" else None,
     )
-    if algorithm.gae_level == "turn":
-        level = partial(
-            turn_level, *given, batch.turn_offsets, batch.action_offsets, algorithm.gamma, cut_N=cut_N
-        )
-    else:
-        level = partial(token_level, *given, batch.action_offsets, algorithm.gamma, cut_N=cut_N)
-    advantage_T, return_T = level(_lambda(batch, algorithm))
+    advantage_T, return_T = level(lam=_lambda(batch, algorithm))
     if algorithm.lam_critic is not None:
-        _, return_T = level(algorithm.lam_critic)
+        _, return_T = level(lam=algorithm.lam_critic)
     return advantage_T.float(), return_T.float()
 
 

@@ -163,11 +163,11 @@ def update(
         rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
     # not 0 only if scoring and update compute different log-probs, or with algorithm.old_policy=behaviour
     measured = {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"], "actor/kl_after": 0.0}
-    if not hold:
+    if any(row["actor/effective_lr"] for row in steps):  # a step was applied
         assert ratios.first is not None
         chosen = _minibatches(learner, batch, iteration, epoch=0)[0]
         measured["actor/kl_after"] = after = kl_after(learner, batch, ratios.first, chosen)
-        actor.memory = replace(actor.memory, kl_after=after or actor.memory.kl_after)
+        actor.memory = replace(actor.memory, kl_after=after)
     agreement = current_mismatch(batch, *_at_start(batch, ratios, config.old_logprob_source), iteration)
     return mean_of(steps) | ratios.row() | measured | agreement, ratios.last, batch
 

@@ -69,9 +69,8 @@ class Acting:
 
     def __init__(self, algorithm: AlgorithmConfig, rate: float) -> None:
         """rate: update.actor.lr."""
-        clips = algorithm.loss is None and algorithm.select not in ("ratio", "probability")
         configured = {
-            "clipping": (CLIPPING, clips),
+            "clipping": (CLIPPING, algorithm.clips),
             "selection": (SELECTION, algorithm.loss is None and algorithm.select != "all"),
             "correction": (CORRECTION, algorithm.correction != "off"),
             "controller": (CONTROLLER, algorithm.rate != "constant"),
@@ -94,7 +93,7 @@ class Acting:
             return {}, []
         warm = row["actor/lr"] >= self._rate * (1 - 1e-9)
         for name, watched in self._watched.items():
-            if watched.works(row.get(watched.column, 0.0)):
+            if watched.works(row[watched.column]):
                 self._idle[name] = 0
             elif warm:
                 self._idle[name] += 1

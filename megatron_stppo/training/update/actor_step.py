@@ -31,7 +31,7 @@ from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
 from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, measured_kl, trajectory_log_ratios
 from megatron_stppo.algorithm.ratio import segment_offsets
-from megatron_stppo.algorithm.selection import INSTEAD_OF_CLIPPING, leaving
+from megatron_stppo.algorithm.selection import leaving
 from megatron_stppo.algorithm.step_memory import StepMemory
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
@@ -125,16 +125,16 @@ class ActorLoss:
             advantage_T = advantage_T.masked_fill(leaving(a, *columns, add_up), 0)
         if self.own is not None:
             return own_surrogate(self.own, tokens.logprob_T, old_T, advantage_T, weight_T, tokens.offsets)
-        clips = a.select not in INSTEAD_OF_CLIPPING
+        clip_low, clip_high, power = a.clip_bounds
         return ops.clipped_surrogate(
             tokens.logprob_T,
             old_T,
             advantage_T,
             tokens.offsets,
             dual_clip=a.dual_clip,
-            clip_low=a.clip_low if clips else 1.0,
-            clip_high=a.clip_high if clips else math.inf,
-            clip_length_power=a.clip_length_power if clips else 0.0,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            clip_length_power=power,
             weight=weight_T,
             pooling=a.pooling,
             group=group,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.ratio import ratio_of, segment_deltas, segment_offsets, segment_sum, spread
-from megatron_stppo.algorithm.selection import INSTEAD_OF_CLIPPING, leaving
+from megatron_stppo.algorithm.selection import leaving
 from megatron_stppo.algorithm.surrogate import clipped, compared
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
@@ -58,7 +58,7 @@ class StepRatios:
         left_T = leaving(a, logprob_T, old_T, advantage_T, weight_T, offsets, batch.turn_offsets)
         in_T = weight_T.masked_fill(left_T, 0)
         clipped_T = clipped(compared_S, advantage_T, in_T, offsets, a.clip_low, a.clip_high)
-        if a.loss is not None or a.select in INSTEAD_OF_CLIPPING:
+        if not a.clips:
             clipped_T = torch.zeros_like(clipped_T)
         ratio_S, chosen_T = exact_S.to(logprob_T.dtype), chosen_tokens(batch, chosen)
         return cls(chosen_T, weight_T != 0, logprob_T, ratio_S, clipped_T, left_T)

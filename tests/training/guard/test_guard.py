@@ -16,7 +16,15 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.training.guard import guard
 
 HELD = {"actor/held": 1.0, "actor/objective": 0.0, "actor/gradient_norm": 0.05}
-APPLIED = {"actor/held": 0.0, "actor/lr": 0.0, "actor/objective": 3.0, "actor/gradient_norm": 8.0}
+APPLIED = {
+    "actor/held": 0.0,
+    "actor/lr": 0.0,
+    "actor/objective": 3.0,
+    "actor/gradient_norm": 8.0,
+    "actor/clip_fraction": 0.0,
+    "actor/correction_scale": 1.0,
+    "critic/explained_variance": 0.0,
+}
 CONFIG = Config.model_validate({"model": {"path": "m"}, "run": {"dump": "none", "spike_window": 8}})
 MESH = MeshRank(0, 1, *(0, 1) * 4, layout=Layout())
 BATCH: Any = None  # a guard without dumps reads no batch

@@ -1,6 +1,9 @@
-"""A loss of the user that computes PPO gives what the built-in surrogate gives."""
+"""Losses in place of the built-in surrogate, and presets in which nothing is clipped."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ import torch
 from megatron_stppo import ops
 from megatron_stppo.algorithm.own import check_loss
 from megatron_stppo.training.update.own_loss import own_surrogate
+from tests.ranks import run_ranks
+from tests.training.update import layouts, whole
 
 
 def ppo(logprob_T, old_logprob_T, advantage_T, offsets):
@@ -54,3 +59,19 @@ def test_tokens_of_failed_trajectories_alone_add_nothing() -> None:
     dead_T, new_T = torch.zeros(2), torch.full((2,), -1.0, requires_grad=True)
     found = own_surrogate(ppo, new_T, torch.full((2,), torch.nan), dead_T, dead_T, None)
     assert (found.objective.item(), found.kl_k3.item(), found.tokens.item()) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{"preset": "cispo"}, {"preset": "gspo_token"}, {"preset": "dppo", "select_bound": 1e-3}],
+    ids=lambda given: given["preset"],
+)
+def test_presets_without_clipping_make_an_update(algorithm: dict[str, Any], tmp_path: Path) -> None:
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
+    (row,) = run_ranks(whole.without_clipping, 1, str(tmp_path / "hf"), str(tmp_path), algorithm)
+    assert row["actor/clip_fraction"] == 0 and row["actor/correction_scale"] == 1
+    assert row["actor/skipped"] == 0 and row["actor/kl_after"] > 0
+    if algorithm["preset"] == "dppo":  # the first step has moved probabilities by more than the bound
+        assert row["actor/selected"] < 1 and row["actor/acted_share"] == 0.5
+    else:
+        assert row["actor/selected"] == 1 and "actor/acted_share" not in row

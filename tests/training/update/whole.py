@@ -9,8 +9,14 @@ from megatron_stppo.cluster.launch import process
 from tests.training.update.layouts import SETTINGS, batch
 
 
-def build(model: str, folder: str, parallel: dict[str, int] | None = None, **update: Any) -> Any:
-    """Return a learner of preset st_ppo with two minibatches per iteration."""
+def build(
+    model: str,
+    folder: str,
+    parallel: dict[str, int] | None = None,
+    algorithm: dict[str, Any] | None = None,
+    **update: Any,
+) -> Any:
+    """Return a learner with two minibatches per iteration."""
     process.prepare(engine=False)
     import torch
 
@@ -25,7 +31,7 @@ def build(model: str, folder: str, parallel: dict[str, int] | None = None, **upd
             "model": {"path": model},
             "parallel": parallel or {},
             "update": {"minibatches": 2, "actor": SETTINGS, "critic": SETTINGS, **update},
-            "algorithm": {"preset": "st_ppo", "kl_coefficient": 0},
+            "algorithm": {"preset": "st_ppo", "kl_coefficient": 0, **(algorithm or {})},
         }
     )
     mesh = groups.initialize(config.parallel)
@@ -117,3 +123,13 @@ def frozen(model: str, folder: str) -> tuple[dict[str, bool], bool]:
     changed = {name: not torch.equal(before[name], after[name]) for name in before}
     one, other = weights(learner), weights(again)
     return changed, all(torch.equal(one[name], other[name]) for name in one)
+
+
+def without_clipping(model: str, folder: str, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """Make an update with an algorithm that clips nothing. Return its row."""
+    learner = build(model, folder, algorithm=algorithm)
+    from megatron_stppo.training.own import Own
+    from megatron_stppo.training.stages import score, update
+
+    row, _, _ = update(learner, score(learner, batch(), 0), 0, own=Own.of(learner.config).loss)
+    return row
