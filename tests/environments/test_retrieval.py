@@ -20,6 +20,8 @@ from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
 from megatron_stppo.environments.base import ToolAway
 from megatron_stppo.environments.retrieval import (
+    PROBE,
+    SEARCH,
     BM25Retriever,
     Document,
     HttpRetriever,
@@ -122,34 +124,35 @@ def test_a_redirect_is_refused_because_it_would_reveal_the_token():
 
 def test_a_silent_server_is_a_timeout():
     async def silent(writer):
-        await asyncio.sleep(1)
+        await asyncio.sleep(30)
 
     start = time.perf_counter()
-    error, _ = ask(silent, http(200, ANSWER), timeout=0.2)
-    assert isinstance(error, RetrievalTimeout) and time.perf_counter() - start < 0.9
+    error, _ = ask(silent, http(200, ANSWER), timeout=1)
+    assert isinstance(error, RetrievalTimeout) and time.perf_counter() - start < 10
 
 
 def test_a_silent_server_counts_as_unavailable_before_the_environments_deadline():
     async def silent(writer):
-        await asyncio.sleep(3)
+        await asyncio.sleep(30)
 
     start = time.perf_counter()
-    error, seen = ask(silent, timeout=10, retries=3, deadline=1)
+    error, seen = ask(silent, timeout=20, retries=3, deadline=1)
     assert isinstance(error, ToolAway) and "no answer within 0.6 s" in str(error)
-    assert time.perf_counter() - start < 1 and len(seen) == 2
+    assert SEARCH + PROBE < 1  # of the deadline
+    assert time.perf_counter() - start < 10 and len(seen) == 2
 
 
 def test_slowly_arriving_bytes_do_not_extend_the_timeout():
     async def drip(writer):
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
-        for _ in range(20):
+        for _ in range(600):
             writer.write(b" ")
             await writer.drain()
             await asyncio.sleep(0.05)
 
     start = time.perf_counter()
-    error, _ = ask(drip, http(200, ANSWER), timeout=0.2)
-    assert isinstance(error, RetrievalTimeout) and time.perf_counter() - start < 0.9
+    error, _ = ask(drip, http(200, ANSWER), timeout=1)  # the probe has this timeout too
+    assert isinstance(error, RetrievalTimeout) and time.perf_counter() - start < 10
 
 
 def test_a_gigabyte_is_refused_after_four_megabytes():
