@@ -25,6 +25,7 @@ Without a GPU, `--device cpu` runs every step that a CPU can run, with smaller s
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import json
@@ -107,6 +108,16 @@ def modules(*names: str) -> Needs:
     return lambda device: f"not installed: {', '.join(missing)}" if missing else ""
 
 
+def not_built(device: str) -> str:
+    """Return why the extension need not or cannot be built, or an empty string."""
+    sources = max(file.stat().st_mtime for file in (ROOT / "csrc").rglob("*"))
+    built = [file for file in (ROOT / "megatron_stppo").glob("*.so") if file.stat().st_mtime > sources]
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    if any(file.name.endswith(suffix) for file in built):
+        return "it is there, newer than csrc/"
+    return modules("setuptools", "pybind11")(device)
+
+
 def engine(device: str) -> str:
     """Return why no engine can run on the device, or an empty string."""
     reason = modules("vllm", "megatron.core", "pydantic")(device)
@@ -123,7 +134,7 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
     kernels = [
         Step("versions and clocks", inside("machine", "versions"), 25),
         Step("ceilings", inside("machine", "ceilings"), 25),
-        Step("build the extension", own, 60, needs=modules("setuptools", "pybind11")),
+        Step("build the extension", own, 60, needs=not_built),
         Step(
             "tests/ops",
             [*TESTS, "tests/ops", "-k", CHOSEN[device]],

@@ -49,7 +49,12 @@ def compare(
     grid: Annotated[Path, typer.Argument(metavar="GRID.yaml", show_default=False)],
     report: Annotated[bool, typer.Option("--report", help="run nothing; print the contrasts")] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="runs at a time; default: as cores or GPUs allow")
+        int | None,
+        typer.Option(
+            min=1,
+            help="runs at a time; default: as cores or GPUs allow; with more, runs share a GPU, and the grid "
+            "must leave each its memory (rollout.gpu_memory_utilization)",
+        ),
     ] = None,
 ) -> None:
     """Run arms x settings x seeds of a configuration and compare them: declared contrasts with intervals, one

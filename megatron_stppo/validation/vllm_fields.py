@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from megatron_stppo.config import Config
 from megatron_stppo.validation import passed_on
 
@@ -35,5 +37,7 @@ DECIDED = {name: reason for reason, names in _FROM.items() for name in names.spl
 def check(config: Config) -> None:
     """Raise ConfigError for an option that is unknown, follows from another field, or has another type."""
     if config.rollout.vllm:
+        on_gpu = {"kv_cache_memory_bytes"} if torch.cuda.is_available() else set()  # kv_cache_gib is of a CPU
+        decided = {name: reason for name, reason in DECIDED.items() if name not in on_gpu}
         known = passed_on.declared("vllm", ("engine/arg_utils.py", "EngineArgs"))
-        passed_on.check("rollout.vllm", config.rollout.vllm, DECIDED, known, "vLLM's EngineArgs")
+        passed_on.check("rollout.vllm", config.rollout.vllm, decided, known, "vLLM's EngineArgs")

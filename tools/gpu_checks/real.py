@@ -50,7 +50,9 @@ def settings() -> list[str]:
     if not GPU:
         return [*own, "rollout.tasks_per_iteration=4"]
     # compiling vLLM's graphs takes longer than this run gains from them
-    eager = ["rollout.gpu_memory_utilization=0.3", "rollout.vllm.enforce_eager=true"]
+    eager = ["rollout.gpu_memory_utilization=0.1", "rollout.vllm.enforce_eager=true"]
+    # without this, vLLM measures the free memory, which other runs on this GPU change meanwhile
+    eager += [f"rollout.vllm.kv_cache_memory_bytes={2**30}"]
     return [*own, *eager, "model.dtype=bfloat16", "update.tokens_per_microbatch=8192"]
 
 

@@ -36,14 +36,15 @@ class Runner:
     """Starts cells, waits for them, and writes their results. There is one per folder."""
 
     def __init__(self, grid: Grid, jobs: int | None) -> None:
-        """jobs: cells at a time; default: as many as cores or GPUs allow. Raises ConfigError if the grid and
-        its results do not fit, or if another process runs the cells of the folder."""
+        """jobs: cells at a time; default: as many as cores or GPUs allow. With more, cells share GPUs. Raises
+        ConfigError if the grid and its results do not fit, or if another process runs the folder's cells."""
         self._grid, self._folder = grid, grid.folder
         self._device, count = results.devices()
         self._gpus = "AVX-512" not in self._device
-        self._jobs = jobs or max(1, count // grid.processes)
-        if self._gpus and self._jobs * grid.processes > count:
-            raise ConfigError(f"--jobs={self._jobs}: {grid.processes} GPUs each, and there are {count}")
+        self._apart = max(1, count // grid.processes)  # cells that fit without sharing
+        self._jobs = jobs or self._apart
+        if self._gpus and grid.processes > count:
+            raise ConfigError(f"processes={grid.processes}: each run needs as many GPUs, and there are {count}")
         for arm in grid.arms:  # a wrong field ends every run of its arm: refuse it at once
             for setting in grid.settings:
                 load(grid.config, grid.fields(Cell(arm, setting, grid.seeds[0])))
@@ -92,7 +93,8 @@ class Runner:
         place = min(set(range(self._jobs)) - {one.place for one in self._running})
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         if self._gpus:
-            mine = range(place * grid.processes, (place + 1) * grid.processes)
+            first = place % self._apart * grid.processes
+            mine = range(first, first + grid.processes)
             every = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(1024)))).split(",")
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(every[n] for n in mine)
         log = self._log(cell)
