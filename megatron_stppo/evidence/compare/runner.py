@@ -44,7 +44,9 @@ class Runner:
         self._apart = max(1, count // grid.processes)  # cells that fit without sharing
         self._jobs = jobs or self._apart
         if self._gpus and grid.processes > count:
-            raise ConfigError(f"processes={grid.processes}: each run needs as many GPUs, and there are {count}")
+            raise ConfigError(
+                f"processes={grid.processes}: each run needs as many GPUs, and there are {count}"
+            )
         for arm in grid.arms:  # a wrong field ends every run of its arm: refuse it at once
             for setting in grid.settings:
                 load(grid.config, grid.fields(Cell(arm, setting, grid.seeds[0])))
