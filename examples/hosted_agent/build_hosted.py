@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))  # before an installed package `build`
 from build import MAX_PIECES, command, demonstrations, write_rows
 from facts import Entity, entities
 from geographer import TOOL

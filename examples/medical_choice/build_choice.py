@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))  # before an installed package `build`
 from build import command, demonstrations, write_rows
 from entries import Entry, ask, entries, row
 from questions import split

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))  # before an installed package `build`
 from build import command, demonstrations, write_rows
 from rich.progress import Progress, TimeElapsedColumn
 from sums import SETTINGS, Script, working

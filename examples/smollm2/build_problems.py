@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))  # before an installed package `build`
 from build import command, write_rows
 from calculator import INSTRUCTION, compute
 from pretrained import link_model

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1] / "quickstart"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))  # before an installed package `build`
 from build import command, write_rows
 from build_problems import within
 from chains import Hop, chains, mixed, question, split

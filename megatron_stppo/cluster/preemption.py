@@ -52,6 +52,8 @@ class PreemptionNotice:
         for number in signals:
             if number in OF_A_SCHEDULER or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._note)
+        # a process inherits the signals that its launcher has blocked, and would never receive them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, OF_A_SCHEDULER)
 
     def due(self, agree: Callable[[bool], bool], ended: str = "iteration", begins: str = "iteration") -> bool:
         """Return whether to leave now. Call it after each iteration and after each evaluation.

@@ -57,6 +57,17 @@ def test_a_signal_takes_effect_at_the_next_check_and_a_second_one_does_nothing(
         assert signal.getsignal(again) == signal.SIG_IGN, "children would be killed by it"
 
 
+def test_signals_that_the_launcher_has_blocked_are_received() -> None:
+    code = PRINTS.replace('print("saved", ', "print(notice.reason, ")
+    blocking = f"import signal, os, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [{signal.SIGUSR1:d}]); "
+    blocking += f"os.execv(sys.executable, [sys.executable, '-c', {code!r}, os.devnull])"
+    with subprocess.Popen((sys.executable, "-c", blocking), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)
+        out, _ = process.communicate(timeout=20)
+    assert out.split() == ["SIGUSR1"] * 3
+
+
 def test_ctrl_c_is_a_notice_and_a_second_one_ends_the_process(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

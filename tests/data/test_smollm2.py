@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
 import re
 import subprocess
@@ -223,3 +224,11 @@ def test_the_real_file_becomes_the_model_that_transformers_reads(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new")
     text = "Tom has 12 pens. How many?"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_an_installed_package_build_is_not_taken_for_the_quickstarts(tmp_path: Path) -> None:
+    (tmp_path / "build.py").write_text("raise SystemExit('another package')")
+    line = [sys.executable, str(EXAMPLE / "build_problems.py"), "--help"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr[-500:]

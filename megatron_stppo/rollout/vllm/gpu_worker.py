@@ -1,7 +1,4 @@
-"""vLLM's GPU worker, which records the experts that its routers choose. It has not run on a GPU.
-
-vLLM imports this module by name (`worker_cls`).
-"""
+"""vLLM's GPU worker with two changes. vLLM imports this module by name (`worker_cls`)."""
 
 from __future__ import annotations
 
@@ -12,7 +9,22 @@ from vllm.v1.worker.gpu_worker import Worker
 from megatron_stppo.rollout.vllm.engine_routes import EngineRoutes
 
 
-class RecordingWorker(Worker):
+class SharingWorker(Worker):
+    """A worker on a GPU that other processes may use too."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Release memory. vLLM compares the device's free memory before and after, and another process may
+        have taken some in the meantime; vLLM's error then comes after the release, and is ignored."""
+        try:
+            super().sleep(level)
+        except AssertionError as error:
+            if "Memory usage increased" not in str(error):
+                raise
+
+
+class RecordingWorker(SharingWorker):
+    """It also records the experts that its routers choose (engine_routes.py). It has not run on a GPU."""
+
     def compile_or_warm_up_model(self) -> Any:
         self.routes = EngineRoutes(self)  # before CUDA graphs are captured
         return super().compile_or_warm_up_model()

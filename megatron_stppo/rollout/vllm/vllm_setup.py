@@ -52,6 +52,9 @@ if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.c
     from megatron_stppo.rollout.vllm.cpu_worker import ROUTES, TOKEN
 
 
+GPU_WORKER = "megatron_stppo.rollout.vllm.gpu_worker."
+
+
 @dataclass(frozen=True)
 class EngineSettings:
     """What an engine is built with. validation/ has checked that the sizes fit the model and the ranks.
@@ -284,7 +287,7 @@ def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[s
             "moe_backend": "triton",
             # vLLM begins a step before it returns the tokens of the step before (see Engine.add and _drain)
             "async_scheduling": True,
-            **({"worker_cls": "megatron_stppo.rollout.vllm.gpu_worker.RecordingWorker"} if routes else {}),
+            "worker_cls": GPU_WORKER + ("RecordingWorker" if routes else "SharingWorker"),
         }
     return {
         "async_scheduling": False,  # vLLM sets it to False on a CPU

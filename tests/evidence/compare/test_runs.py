@@ -8,8 +8,12 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 import yaml
 
+from megatron_stppo.base.errors import ConfigError
+from megatron_stppo.evidence.compare import results, runner
+from megatron_stppo.evidence.compare.grid import Grid
 from tests.forking import stand_in
 from tests.training.loop import small_run
 
@@ -75,3 +79,47 @@ def test_a_run_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
     log = tmp_path / "runs/grid/logs/base-a-0.log"
     assert process.returncode == 1 and f"failed: base-a-0: exit code 2; see {log}" in told
     assert "no such folder" in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "jobs", "places"),
+    [(2, 1, None, ["0", "1"]), (2, 1, 5, ["0", "1", "0", "1", "0"]), (4, 2, 3, ["0,1", "2,3", "0,1"])],
+)
+def test_more_runs_than_gpus_share_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    processes: int,
+    jobs: int | None,
+    places: list[str],
+) -> None:
+    small_run.write(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(results, "devices", lambda: ("a GPU", gpus))
+    given: list[str] = []
+
+    class Started:
+        def __init__(self, *_: object, env: dict[str, str], **__: object) -> None:
+            given.append(env["CUDA_VISIBLE_DEVICES"])
+
+    monkeypatch.setattr(runner.subprocess, "Popen", Started)
+    folder = tmp_path / "runs"
+    grid = Grid(
+        config=tmp_path / "config.yaml", folder=folder, processes=processes, arms={"a": {}}, seeds=[0]
+    )
+    one = runner.Runner(grid, jobs)
+    for seed in range(one._jobs):
+        one._start(runner.Cell("a", "base", seed))
+    assert given == places
+
+
+def test_a_run_that_needs_more_gpus_than_there_are_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_run.write(tmp_path)
+    monkeypatch.setattr(results, "devices", lambda: ("a GPU", 2))
+    grid = Grid(
+        config=tmp_path / "config.yaml", folder=tmp_path / "runs", processes=4, arms={"a": {}}, seeds=[0]
+    )
+    with pytest.raises(ConfigError, match="processes=4: each run needs as many GPUs, and there are 2"):
+        runner.Runner(grid, None)

@@ -39,11 +39,30 @@ class Platform(UnspecifiedPlatform):
     import_kernels = CpuPlatform.import_kernels
 
 vllm.platforms._current_platform = Platform()
-import megatron_stppo.rollout.episodes
-for found in pkgutil.iter_modules(megatron_stppo.rollout.episodes.__path__):
-    if found.name != "cpu_worker":  # imported on a CPU only, by vllm_setup
-        importlib.import_module(f"megatron_stppo.rollout.episodes.{found.name}")
-print(json.dumps([str(b) for a, b in zip(before, functions()) if a is not b]))
+import megatron_stppo.rollout.episodes, megatron_stppo.rollout.vllm
+for package in (megatron_stppo.rollout.episodes, megatron_stppo.rollout.vllm):
+    for found in pkgutil.iter_modules(package.__path__):
+        if found.name not in ("cpu_worker", "cpu_layers"):  # imported on a CPU only, by vllm_setup
+            importlib.import_module(f"{package.__name__}.{found.name}")
+replaced = [str(b) for a, b in zip(before, functions()) if a is not b]
+
+from megatron_stppo.rollout.vllm.gpu_worker import SharingWorker, Worker
+
+def fails(text):
+    def sleep(self, level):
+        raise AssertionError(text)
+    return sleep
+
+Worker.sleep = fails("Memory usage increased after sleeping.")
+SharingWorker.__new__(SharingWorker).sleep(2)
+Worker.sleep = fails("something else")
+try:
+    SharingWorker.__new__(SharingWorker).sleep(2)
+except AssertionError as error:
+    replaced += [] if str(error) == "something else" else [str(error)]
+else:
+    replaced.append("another error is hidden")
+print(json.dumps(replaced))
 """
 
 
