@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,13 @@ import torch
 from megatron_stppo.algorithm.aggregation import token_weights
 from megatron_stppo.base.types import Message, Outcome, Summary, Task, Trajectory, Turn, Versions
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.observe.describe import current_mismatch, describe, describe_batch, describe_rollouts
+from megatron_stppo.observe.describe import (
+    current_mismatch,
+    describe,
+    describe_batch,
+    describe_rollouts,
+    standard_error,
+)
 
 TASK = Task("t", (Message("user", "?"),), ("x",), "train", 0)
 OUTCOMES: tuple[Outcome, ...] = ("ok", "wrong", "truncated", "error", "timeout")
@@ -161,3 +169,22 @@ def test_the_engine_is_compared_with_the_trainer_on_tokens_of_the_current_versio
 def test_versions_that_are_not_those_of_the_tokens_are_refused(versions: Versions) -> None:
     with pytest.raises(ValueError, match="of 2 tokens together"):
         Turn((5, 6), (-1.0, -1.0), (), 0.0, versions)
+
+
+def test_the_standard_error_counts_episodes_of_one_task_as_dependent() -> None:
+    assert standard_error([1, 1, 0, 0], [7, 7, 8, 8]) == pytest.approx(0.5)
+    assert standard_error([1, 1, 0, 0], [1, 2, 3, 4]) == pytest.approx(statistics.stdev([1, 1, 0, 0]) / 2)
+    # means 1 and 0 of three and one episodes: sqrt(2 (3 / 4)^2 2) / 4
+    assert standard_error([1, 1, 1, 0], [1, 1, 1, 2]) == pytest.approx(1.5 / 4)
+    assert standard_error([], []) == standard_error([1, 0], [3, 3]) == 0
+
+
+def test_the_standard_error_is_that_of_many_draws_of_tasks() -> None:
+    generator = random.Random(0)
+    tasks = [task for task in range(8) for _ in range(4)]
+    means, errors = [], []
+    for _ in range(2000):
+        of_task = [float(generator.random() < 0.5) for _ in range(8)]  # all four episodes end alike
+        means.append(statistics.fmean(of_task))
+        errors.append(standard_error([of_task[task] for task in tasks], tasks) ** 2)
+    assert statistics.fmean(errors) == pytest.approx(statistics.variance(means), rel=0.05)

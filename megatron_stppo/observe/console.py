@@ -23,6 +23,7 @@ COLUMNS = {
     "evaluate/exact_match": "held-out exact match {:.3f}",
     "seconds": "{:.1f} s",
 }
+ERRORS = {"reward/mean": "reward/standard_error", "evaluate/exact_match": "evaluate/standard_error"}
 FAILED = ("outcome/error", "outcome/timeout")
 SERVED = "serving/replicas"  # a column of asynchronous runs only
 
@@ -44,7 +45,7 @@ def timed(name: str, enabled: bool = True) -> Iterator[None]:
 class RowLines:
     """A reporter that prints each row of metrics.jsonl as one line, on a terminal and in a log alike.
 
-    Example: "st_ppo 4/6: reward 0.266, exact match 0.250, failed 0, 2,707 tokens/s, 1.6 s".
+    Example: "st_ppo 4/6: reward 0.266 ± 0.05, exact match 0.250, failed 0, 2,707 tokens/s, 1.6 s".
     """
 
     def __init__(self, name: str, iterations: int) -> None:
@@ -65,4 +66,8 @@ def line(row: Mapping[str, Any]) -> str:
     if SERVED in row:  # colocated rollouts are never stale
         given["staleness"] = row["rollout/staleness"]
     shown = {name: float("nan") if given[name] is None else given[name] for name in COLUMNS if name in given}
-    return ", ".join(COLUMNS[name].format(value) for name, value in shown.items())
+    texts = {name: COLUMNS[name].format(value) for name, value in shown.items()}
+    for name in ERRORS.keys() & texts.keys():
+        if (error := row.get(ERRORS[name])) is not None:
+            texts[name] += f" ± {error:.2g}"
+    return ", ".join(texts.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +23,22 @@ def outcomes(trajectories: Sequence[Summary]) -> Counter[str]:
 def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each field over the rows. Example: [{"a": 1}, {"a": 3}] gives {"a": 2}."""
     return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]} if rows else {}
+
+
+def standard_error(values: Sequence[float], tasks: Sequence[int]) -> float:
+    """Return the standard error of the mean of `values`, of which those of one task depend on each other.
+
+    The clustered error of "Adding Error Bars to Evals" (arXiv 2411.00640, eq. 4), with the factor
+    sqrt(G / (G - 1)) for G tasks. 0 for fewer than two tasks.
+    Example: (1, 1, 0, 0) of the tasks (7, 7, 8, 8) has 0.5, of four tasks 0.289.
+    """
+    mean = statistics.fmean(values) if values else 0.0
+    apart: defaultdict[int, float] = defaultdict(float)
+    for value, task in zip(values, tasks, strict=True):
+        apart[task] += value - mean
+    count = len(apart)
+    between = sum(total**2 for total in apart.values()) * count / max(1, count - 1)
+    return math.sqrt(between) / len(values) if count > 1 else 0.0
 
 
 def describe(trajectories: Sequence[Summary], batch: Batch, version: int) -> dict[str, Any]:
@@ -51,6 +67,7 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
 
     return {
         "reward/mean": per_episode(t.reward for t in played),
+        "reward/standard_error": standard_error([t.reward for t in played], [t.group for t in played]),
         "rollout/exact_match": counted["ok"] / max(1, len(played)),
         "rollout/called_tool": per_episode(t.tool_calls > 0 for t in played),
         "rollout/tool_calls": per_episode(t.tool_calls for t in played),

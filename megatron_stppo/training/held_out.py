@@ -6,7 +6,8 @@ import statistics
 import time
 from typing import Any
 
-from megatron_stppo.observe.describe import environment_metrics, outcomes
+from megatron_stppo.base.types import FAILED
+from megatron_stppo.observe.describe import environment_metrics, outcomes, standard_error
 from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.rollout.episodes.collect import Progress
 from megatron_stppo.rollout.episodes.failures import warn
@@ -37,8 +38,12 @@ def held_out(
     long = [t for t in every if t.overlong_prompt]  # the environment's prompt; that of the row was not
     every = [t for t in every if not t.overlong_prompt]
     counted = outcomes(every)
+    usable = [t for t in every if t.outcome not in FAILED]
     return {
-        "evaluate/exact_match": counted["ok"] / max(1, len(every) - counted["error"] - counted["timeout"]),
+        "evaluate/exact_match": counted["ok"] / max(1, len(usable)),
+        "evaluate/standard_error": standard_error(
+            [float(t.outcome == "ok") for t in usable], [t.group for t in usable]
+        ),
         "evaluate/called_tool": statistics.mean(t.tool_calls > 0 for t in every),
         "evaluate/turns": sum(len(t.turns) for t in played.every) / len(every),
         "evaluate/failed": counted["error"] + counted["timeout"],

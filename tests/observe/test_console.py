@@ -36,6 +36,13 @@ def test_a_row_shows_the_columns_that_it_has() -> None:
     assert line({"evaluate/exact_match": 0.5, "seconds": 2.0}) == "held-out exact match 0.500, 2.0 s"
 
 
+def test_a_mean_is_shown_with_its_standard_error() -> None:
+    errors = {"reward/standard_error": 0.0512, "evaluate/exact_match": 0.5, "evaluate/standard_error": None}
+    shown = line(ROW | errors)
+    assert shown.startswith("reward 0.266 ± 0.051, exact match 0.250,")
+    assert "held-out exact match 0.500, " in shown
+
+
 def test_an_asynchronous_row_also_shows_staleness_and_who_waits() -> None:
     shares = {"serving/trainer_idle_share": 0.642, "serving/idle_share": 0.007}
     row = ROW | {"rollout/staleness": 0.5, "serving/replicas": 2} | shares
