@@ -44,6 +44,7 @@ class RateInput:
     log_ratio_N: Callable[[], Tensor]  # float64, from trajectory_log_ratios; only `ess` calls it
     profile: Sequence[float] | None  # of `open_loop`: a factor for each step of an iteration
     target: float  # of `kl`, nats per token
+    rises: bool = True  # of `kl`: whether this step may raise the factor, from may_rise
 
 
 def open_loop(given: RateInput) -> float:
@@ -64,7 +65,7 @@ def kl(given: RateInput) -> float:
         return factor
     if given.kl > 2 * given.target:
         factor /= FACTOR
-    elif given.kl < given.target / 2:
+    elif given.kl < given.target / 2 and given.rises:
         factor *= FACTOR
     return min(max(factor, LOWEST), 1.0)
 
@@ -87,6 +88,18 @@ def measured_kl(
     else:
         found = to_old() if index > 0 else 0.0
     return found if found > 0 else None  # 0: the steps before were not applied
+
+
+def may_rise(rise: str, index: int, steps: int, from_engine: bool) -> bool:
+    """Return whether `kl` may raise the factor before this step: "step": always; "iteration": once, where an
+    iteration's KL is measured last.
+
+    The KL of an iteration whose rewards hardly vary is nearly 0 at any rate, and eight steps of it multiply
+    the factor by 1.5^7 = 17. The next iteration with a signal then takes its first steps at the full rate.
+    Example: "iteration" with 4 steps and the old policy's log-probs of the trainer: index 3 only.
+    """
+    measured_last = 0 if steps == 1 or from_engine else steps - 1
+    return rise == "step" or index == measured_last
 
 
 def ess(given: RateInput) -> float:

@@ -106,6 +106,10 @@ class AlgorithmConfig(Section):
     rate_kl: float = Field(
         0.002, gt=0, description="with rate=kl: target of the KL divergence to the old policy, nats per token"
     )
+    rate_rise: Literal["step", "iteration"] = Field(
+        "step",
+        description="with rate=kl: whether every step may raise the factor, or one step of an iteration",
+    )
     momentum: Literal["keep", "reset", "clock"] = Field(
         "keep",
         description="the actor's Adam at the start of each iteration's update: as it is; with moments and "

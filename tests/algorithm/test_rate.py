@@ -7,19 +7,27 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, measured_kl, trajectory_log_ratios
+from megatron_stppo.algorithm.rate import (
+    RATES,
+    RateInput,
+    capped_kl,
+    may_rise,
+    measured_kl,
+    trajectory_log_ratios,
+)
 from megatron_stppo.algorithm.step_memory import StepMemory
 
 FIRST = RateInput(0, 1, 1.0, None, lambda: torch.zeros(0, dtype=torch.float64), None, 0.01)
 
 
-def factors_of_kl(kls: list[float], steps: int = 8) -> list[float]:
+def factors_of_kl(kls: list[float], steps: int = 8, rise: str = "step") -> list[float]:
     """Return the factors of consecutive steps, `steps` in each iteration, whose capped_kl to the policy at
     the iteration's start is given. The target is 0.01."""
     found, last = [], 1.0
     for number, kl in enumerate(kls):
         measured = measured_kl(partial(float, kl), 0.0, number % steps, steps, False)
-        last = RATES["kl"](replace(FIRST, last=last, kl=measured))
+        rises = may_rise(rise, number % steps, steps, False)
+        last = RATES["kl"](replace(FIRST, last=last, kl=measured, rises=rises))
         found.append(last)
     return found
 
@@ -51,6 +59,18 @@ def test_the_rate_stays_between_a_hundredth_and_the_configured_one() -> None:
 def test_the_first_step_does_not_raise_what_the_next_one_lowers() -> None:
     found = factors_of_kl([0.0, 0.5] * 3, steps=2)
     assert found == pytest.approx([1, 2 / 3, 2 / 3, 4 / 9, 4 / 9, 8 / 27])
+
+
+def test_a_quiet_iteration_raises_the_rate_once_if_so_configured() -> None:
+    loud, quiet = [0.0, *[0.05] * 7], [0.0, *[0.001] * 7]
+    assert factors_of_kl(loud + quiet)[-1] == pytest.approx(1)
+    slow = factors_of_kl(loud + quiet + quiet, rise="iteration")
+    assert slow[7:15] == pytest.approx([1.5**-7] * 8) and slow[15:] == pytest.approx(
+        [1.5**-6] * 8 + [1.5**-5]
+    )
+    # where an iteration's KL is measured at its first step
+    assert may_rise("iteration", 0, 1, False) and may_rise("iteration", 0, 4, True)
+    assert not may_rise("iteration", 3, 4, True)
 
 
 def test_one_token_does_not_decide_the_estimate() -> None:

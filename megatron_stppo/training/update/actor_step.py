@@ -29,7 +29,14 @@ from megatron_stppo.algorithm.correction import (
 )
 from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
-from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, measured_kl, trajectory_log_ratios
+from megatron_stppo.algorithm.rate import (
+    RATES,
+    RateInput,
+    capped_kl,
+    may_rise,
+    measured_kl,
+    trajectory_log_ratios,
+)
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.algorithm.selection import leaving
 from megatron_stppo.algorithm.step_memory import StepMemory
@@ -227,10 +234,12 @@ def _rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, index: int,
     a, batch, memory = loss.algorithm, loss.batch, actor.memory
     old_T = ratios.logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
     to_old = partial(capped_kl, ratios.logprob_T, old_T, ratios.live_T)
-    kl = measured_kl(to_old, memory.kl_after, index, steps, a.old_policy == "behaviour")
+    from_engine = a.old_policy == "behaviour"
+    kl = measured_kl(to_old, memory.kl_after, index, steps, from_engine)
+    rises = may_rise(a.rate_rise, index, steps, from_engine)
     log_ratio_N = partial(trajectory_log_ratios, ratios.logprob_T, old_T, ratios.live_T, batch.action_offsets)
     return RATES[a.rate](
-        RateInput(index, steps, memory.rate_scale, kl, log_ratio_N, a.rate_profile, a.rate_kl)
+        RateInput(index, steps, memory.rate_scale, kl, log_ratio_N, a.rate_profile, a.rate_kl, rises)
     )
 
 
