@@ -130,16 +130,20 @@ __device__ __forceinline__ void long_segment(const Surrogate &a, int64_t segment
     }
     if (!arrives_last(ticket_of_slices(a, home), slices, shared.last)) return;
     sums = sum_parts(a, home, (whole.last - whole.first + PART - 1) / PART, shared.result);
-    // kept apart from this tile's sums, which must not depend on which block is last
-    if (threadIdx.x == 0) {
-      for (int k = 0; k < SURROGATE_SUMS; ++k) giant_row(a, home)[k] = 0;
+  }
+  // Thread 0 does all this in one branch. With a branch for the giant's row before it, ptxas 12.8 to 13.5 lets lane 0
+  // meet the barrier below after the other lanes of its warp. The warp is then one barrier behind the others, and uses
+  // shared memory at the wrong time (test_cuda_build.py).
+  if (threadIdx.x == 0) {
+    double *const row = giant ? giant_row(a, home) : nullptr;
+    if (giant) {
+      // kept apart from this tile's sums, which must not depend on which block is last
+      for (int k = 0; k < SURROGATE_SUMS; ++k) row[k] = 0;
       *ticket_of_slices(a, home) = 1;  // add_tile reads the row, and sets this to 0
       *giants(a) = 1;
     }
-  }
-  if (threadIdx.x == 0) {
     const Finished f = finish(a, segment, whole.last - whole.first, sums, [&](int k, double value) {
-      if (giant) giant_row(a, home)[k] = value;
+      if (giant) row[k] = value;
       else report(k, value);
     });
     shared.gradient = f.gradient, shared.bias = f.bias;

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -141,3 +142,19 @@ def test_long_rows_and_columns_move_16_bytes_at_a_time(op, kernel, ptx):
     assert len(mine) == 1, f"{kernel} is not in the PTX"
     for access in WIDE[op, kernel]:
         assert re.search(rf"{access}\.global\S*\.v4\.[ubf]32", mine[0]), f"{kernel} has no 16-byte {access}"
+
+
+@pytest.mark.parametrize("op", SOURCES)
+def test_one_condition_leads_to_a_barrier_by_one_branch(op, ptx):
+    """ptxas 12.8 to 13.5 closes only the last of several branches of some lanes to the code before a barrier.
+
+    The lanes of a warp then meet the barrier one after another, and it lets the warp pass too early. nvcc
+    makes such branches from two ifs on the same condition with nothing between them for the whole warp.
+    """
+    for kernel in ptx(op).split(".entry ")[1:]:
+        branches = Counter(re.findall(r"@(!?%p\d+) bra(?:\.uni)?\s+(\S+);", kernel))
+        assert branches, "the kernel's branches were not recognised"
+        for (condition, label), times in branches.items():
+            start = kernel.split(f"\n{label}:")[1]
+            straight = re.split(r"\bbra\b|\n\$", start)[0]  # up to the next branch or label
+            assert times == 1 or not re.search(r"\bbar(rier)?\.", straight), f"{condition} to {label}"
