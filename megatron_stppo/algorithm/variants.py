@@ -101,6 +101,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "turn_grpo": {"segments": "turn", "correction": "off", "rate": "constant", "advantage": "group"},
     "s_grpo": {"segments": "token", "correction": "logit", "rate": "constant", "advantage": "group"},
     "so_grpo": {"segments": "turn", "correction": "logit", "rate": "constant", "advantage": "group"},
+    # grpo plus the advantages of turns among those of the group that begin in the same state
+    "gigpo": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "gigpo",
+        "gamma": 0.95,
+    },
     "gspo": {
         "segments": "sequence",
         "correction": "off",

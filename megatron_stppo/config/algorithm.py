@@ -12,7 +12,7 @@ from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config.section import Section
 
 Factor = Annotated[float, Field(ge=0)]
-ADVANTAGES = ("gae", "group", "group_mean")
+ADVANTAGES = ("gae", "group", "group_mean", "group_turn", "gigpo")
 INSTEAD_OF_CLIPPING = ("ratio", "probability")  # values of `select`
 LOSSES = ("cispo", "gspo_token")  # the names in algorithm/losses.py, which imports torch
 
@@ -114,7 +114,12 @@ class AlgorithmConfig(Section):
     advantage: str = Field(
         "gae",
         description="gae: with a critic; group: (outcome - group mean) / group deviation; group_mean: "
-        "outcome - group mean; or MODULE:FUNCTION (docs/algorithms.md)",
+        "outcome - group mean; group_turn: as group, of the return of each turn among turns with the same "
+        "index; gigpo: group, plus turn_weight times the same of turns that begin in the same state; or "
+        "MODULE:FUNCTION (docs/algorithms.md)",
+    )
+    turn_weight: float = Field(
+        1.0, gt=0, description="weight of the turns' part of advantage=gigpo (omega of GiGPO)"
     )
     loss: str | None = Field(
         None,
@@ -125,7 +130,9 @@ class AlgorithmConfig(Section):
     gae_observations: bool = Field(
         False, description="include observations in GAE and in the value loss, as Search-R1 does"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount per step of GAE")
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="discount per step of GAE; with group_turn and gigpo, per turn"
+    )
     lam: float = Field(1.0, ge=0, le=1, description="lambda of GAE")
     lam_critic: float | None = Field(
         None, ge=0, le=1, description="lambda of the critic's returns; null: that of the advantages"
@@ -264,12 +271,17 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _lower_bound_of_a_mask(self) -> AlgorithmConfig:
-        if self.mismatch_lower is not None and self.mismatch != "mask":
-            raise ValueError(
-                f"mismatch_lower={self.mismatch_lower} with mismatch={self.mismatch!r}: only mask has a "
-                "lower bound; leave it out, or set mismatch=mask"
-            )
+    def _has_an_effect(self) -> AlgorithmConfig:
+        for name, neutral, of, value in (
+            ("mismatch_lower", None, "mismatch", "mask"),
+            ("turn_weight", 1, "advantage", "gigpo"),
+        ):
+            given, chosen = getattr(self, name), getattr(self, of)
+            if given != neutral and chosen != value:
+                raise ValueError(
+                    f"{name}={given} with {of}={chosen!r}: it has an effect only with {of}={value}; leave it "
+                    f"out, or set {of}={value}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError, old_logprob, own_code, peft_folder
+from megatron_stppo.config.algorithm import ADVANTAGES
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation import lora, megatron_fields, model_folder, serving, vllm_fields
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
@@ -298,8 +299,7 @@ def _resample(config: Config) -> None:
 
 def _batches(config: Config, layout: Layout) -> None:
     advantage = config.algorithm.advantage
-    grouped = advantage in ("group", "group_mean")
-    if grouped and config.rollout.samples_per_task == 1:
+    if advantage in ADVANTAGES[1:] and config.rollout.samples_per_task == 1:
         raise ConfigError(
             "rollout.samples_per_task=1: a group of one has no learning signal with "
             f"algorithm.advantage={advantage}; choose 4 or more"

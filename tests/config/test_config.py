@@ -245,6 +245,8 @@ def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> N
         ("algorithm.rate=open_loop", ["rate_profile=None", "needs a factor for each optimizer step"]),
         ("algorithm={preset: open_loop, rate: kl}", ["rate_profile=[1.0, 0.55,", "rate='kl'", "give null"]),
         ("algorithm={preset: grpo, gae_observations: true}", ["advantage='group'", "choose 'gae'"]),
+        ("algorithm.turn_weight=2", ["turn_weight=2.0 with advantage='gae'", "set advantage=gigpo"]),
+        ("algorithm.mismatch_lower=0.5", ["mismatch_lower=0.5 with mismatch='off'", "set mismatch=mask"]),
         ("algorithm={gae_level: turn, gae_observations: true}", ["gae_level='turn'", "and 'token'"]),
         ("deadlines.rollout=1e9", ["deadlines.rollout=1000000000.0", "less than or equal to 10000000"]),
         ("run.name=../elsewhere", ["run.name='../elsewhere'", "is not a name; give"]),

@@ -172,7 +172,7 @@ def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
     assert message.startswith("megatron.moe_aux_loss_coeff=0.01: megatron multiplies it by the tokens")
     for field in ("moe_permute_fusion=true", "moe_token_dispatcher_type=flex"):
         assert "the order of the experts' tokens" in refusal(path, [f"megatron.{field}"])
-    for preset, advantage in (("grpo", "group"), ("mini_rl", "group_mean")):
+    for preset, advantage in (("grpo", "group"), ("mini_rl", "group_mean"), ("gigpo", "gigpo")):
         message = refusal(path, [f"algorithm.preset={preset}"])
         assert message.startswith("rollout.samples_per_task=1:") and f"advantage={advantage};" in message
 
