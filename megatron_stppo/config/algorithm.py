@@ -149,6 +149,15 @@ class AlgorithmConfig(Section):
         "up. end: what would have followed counts 0; bootstrap: with a critic, it counts with the value of "
         "the last step; mask: they carry no loss",
     )
+    overlong_from: int | None = Field(
+        None,
+        ge=0,
+        description="action tokens of an episode above which its reward is reduced; null: never",
+    )
+    overlong_to: int | None = Field(
+        None, description="action tokens of an episode from which its reward is reduced by overlong_penalty"
+    )
+    overlong_penalty: float = Field(1.0, gt=0, description="largest reduction of an episode's reward")
     whiten: bool = Field(True, description="scale advantages to mean 0 and variance 1 over the batch")
     value_clip: float = Field(0.5, gt=0, description="clipping range around the old value, as in PPO")
     kl_coefficient: float = Field(
@@ -282,6 +291,17 @@ class AlgorithmConfig(Section):
                     f"{name}={given} with {of}={chosen!r}: it has an effect only with {of}={value}; leave it "
                     f"out, or set {of}={value}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_rises(self) -> AlgorithmConfig:
+        first, last, penalty = self.overlong_from, self.overlong_to, self.overlong_penalty
+        rises = first is not None and last is not None and first < last
+        if not rises and (first, last, penalty) != (None, None, 1):
+            raise ValueError(
+                f"overlong_from={first}, overlong_to={last}, overlong_penalty={penalty}: the penalty rises "
+                "between two numbers of tokens; give both, the second above the first, or leave out all three"
+            )
         return self
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from megatron_stppo.algorithm.ratio import spread
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.observed import action_rows, with_observations
-from megatron_stppo.training.rewards import outcomes, with_kl_penalty
+from megatron_stppo.training.rewards import outcomes, with_kl_penalty, with_overlong_penalty
 
 
 def estimate(
@@ -33,12 +33,20 @@ def estimate(
     """
     if algorithm.truncated == "mask" and batch.cut_N is not None:
         batch = replace(batch, live_N=batch.live_N & ~batch.cut_N)
+    shaped = _shaped(batch, algorithm)
     if algorithm.gae_observations:
-        whole, rows = _over_actions(with_observations(batch), algorithm, group_N), action_rows(batch)
+        whole, rows = _over_actions(with_observations(shaped), algorithm, group_N), action_rows(batch)
         assert whole.advantage_T is not None and whole.return_T is not None
         given = {"advantage_T": whole.advantage_T[rows], "return_T": whole.return_T[rows]}
         return replace(batch, **given, return_R=whole.return_T)
-    return _over_actions(batch, algorithm, group_N, own)
+    return replace(_over_actions(shaped, algorithm, group_N, own), reward_T=batch.reward_T)
+
+
+def _shaped(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+    first, last = algorithm.overlong_from, algorithm.overlong_to
+    if first is None or last is None:
+        return batch
+    return with_overlong_penalty(batch, first, last, algorithm.overlong_penalty)
 
 
 def _over_actions(
@@ -66,7 +74,7 @@ def _over_actions(
 def has_signal(
     batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
 ) -> bool:
-    """Return whether the environment's rewards differ between live trajectories.
+    """Return whether the rewards, without KL penalties, differ between live trajectories.
 
     For GAE all trajectories of the batch are compared, for group advantages only those of the same group.
     Without such a difference, the actor's gradient contains only entropy bonus, KL penalty and the critic's
@@ -75,6 +83,7 @@ def has_signal(
 
     Example: rewards (0, 0) and (1, 1) of two groups are a signal for GAE, but not for advantage="group".
     """
+    batch = _shaped(batch, algorithm)
     if algorithm.advantage == "gae":
         discounted = algorithm.gamma < 1 and bool(batch.reward_T[batch.live_T].any())
         return discounted or _rewards_vary(batch)

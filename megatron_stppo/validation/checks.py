@@ -52,6 +52,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     if command in (*ROLLS_OUT, "cold-start"):
         model_folder.check_chat_template(config)
     if command in ("train", "rollout", "plan"):
+        _overlong(config)
         _resample(config)
     if command in ("train", "plan"):
         _batches(config, layout)
@@ -274,6 +275,19 @@ def _check_profile(config: Config) -> None:
             f"algorithm.rate_profile={profile}: has {len(profile)} factors, but an iteration has "
             f"update.epochs={update.epochs} * update.minibatches={update.minibatches} = {steps} optimizer "
             f"steps; give {steps} factors, or change the number of steps"
+        )
+
+
+def _overlong(config: Config) -> None:
+    """Check that an episode can have more action tokens than algorithm.overlong_from."""
+    e, r, first = config.environment, config.rollout, config.algorithm.overlong_from
+    most = (e.max_turns + 1) * r.max_turn_tokens
+    if e.kind != "agent":  # whose episodes may have several histories
+        most = min(most, config.max_context)
+    if first is not None and first >= most:
+        raise ConfigError(
+            f"algorithm.overlong_from={first}: an episode has at most {most} action tokens, by "
+            "environment.max_turns, rollout.max_turn_tokens and rollout.max_context; choose less, or null"
         )
 
 
