@@ -14,7 +14,7 @@ from megatron_stppo.config.section import Section
 Factor = Annotated[float, Field(ge=0)]
 ADVANTAGES = ("gae", "group", "group_mean", "group_turn", "gigpo")
 INSTEAD_OF_CLIPPING = ("ratio", "probability")  # values of `select`
-LOSSES = ("cispo", "gspo_token")  # the names in algorithm/losses.py, which imports torch
+LOSSES = ("cispo", "gspo_token", "topr")  # the names in algorithm/losses.py, which imports torch
 
 
 class AlgorithmConfig(Section):
@@ -123,7 +123,7 @@ class AlgorithmConfig(Section):
     )
     loss: str | None = Field(
         None,
-        description="cispo, gspo_token or MODULE:FUNCTION, in place of the clipped surrogate "
+        description="cispo, gspo_token, topr or MODULE:FUNCTION, in place of the clipped surrogate "
         "(docs/algorithms.md)",
     )
     gae_level: Literal["token", "turn"] = Field("token", description="what one step of GAE is")
