@@ -245,20 +245,13 @@ class AlgorithmConfig(Section):
         return given
 
     @model_validator(mode="after")
-    def _own_loss_is_not_corrected(self) -> AlgorithmConfig:
-        if self.loss is not None and (self.correction != "off" or self.correction_probe):
+    def _only_clipping_is_corrected(self) -> AlgorithmConfig:
+        probed = self.correction_probe and self.loss is not None
+        if not self.clips and (self.correction != "off" or probed):
+            used = f"select={self.select!r}" if self.loss is None else f"loss={self.loss}"
             raise ValueError(
-                f"correction={self.correction!r} with loss={self.loss}: the correction is for what clipping "
-                "removes, and such a loss does not clip; set correction to off and correction_probe to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_does_not_clip_is_not_corrected(self) -> AlgorithmConfig:
-        if self.select in INSTEAD_OF_CLIPPING and self.correction != "off":
-            raise ValueError(
-                f"correction={self.correction!r} with select={self.select!r}: the correction is for what "
-                "clipping removes, and this selection is in place of clipping; set correction to off"
+                f"correction={self.correction!r} with {used}: the correction is for what clipping removes, "
+                "and this is in place of clipping; set correction to off and correction_probe to false"
             )
         return self
 
