@@ -36,7 +36,7 @@ STEPS = ("applied", "rates", "faults", "layouts::test_turns_leave_the_surrogate_
 # algorithm/variants.py, a table of settings, and algorithm/own.py, whose numbers are a test's.
 SOURCES = {
     **{f"algorithm/{name}": [f"algorithm/{name}"] for name in ("aggregation", "correction", "gae", "rate")},
-    "algorithm/baselines": ["training/advantage", "branches"],
+    "algorithm/baselines": ["algorithm/baselines", "training/advantage", "training/turn_credit", "branches"],
     "algorithm/penalties": ["algorithm/penalties"],
     "algorithm/ratio": ["algorithm/ratio", "algorithm/surrogate"],
     "algorithm/selection": ["algorithm/selection"],

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from megatron_stppo.algorithm.gae import token_level
+from megatron_stppo.algorithm.ratio import segment_sum
 
 EPSILON = 1e-8  # added to a variance; keeps the division finite
 
@@ -36,6 +41,54 @@ def group_relative(
     if normalised:
         centred_N = centred_N / (variance_N + EPSILON).sqrt()
     return centred_N.masked_fill(flat_N | ~live_N, 0)
+
+
+def turn_returns(reward_T: Tensor, turn_offsets: Tensor, action_offsets: Tensor, gamma: float) -> Tensor:
+    """Return the reward of each turn plus those of the later turns of its trajectory, float64 [S].
+
+    gamma: discount per turn. Example: turns with the rewards (1, 0, 2) and gamma = 1/2: (1.5, 1, 2).
+    """
+    reward_S = segment_sum(reward_T.double(), turn_offsets)
+    turns = torch.searchsorted(turn_offsets[:-1], action_offsets)  # offsets of the trajectories into S
+    return token_level(reward_S, torch.zeros_like(reward_S), turns, gamma, 1.0)[0]
+
+
+def same_index(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cells, int64 [S], of turns with the same index in the trajectories of a group, and which turns
+    the mean of their cell counts, bool [S].
+
+    owner_S: the trajectory of each turn, in ascending order. counted_N: the first histories of live episodes;
+    their turns count. Turns with an index that fewer than two of these have are in the cell of the last index
+    that two have, whose mean does not count them.
+    Example: episodes of 1, 2 and 4 turns: turns 2 to 4 of the third are compared with the mean of both second
+    turns.
+    """
+    index_S = torch.arange(len(owner_S)) - torch.searchsorted(owner_S, owner_S)
+    _, group_S = torch.unique(group_N[owner_S], return_inverse=True)
+    longest = len(owner_S) + 1
+    _, place_S = torch.unique(group_S * longest + index_S, return_inverse=True)
+    episodes_S = torch.zeros_like(place_S).index_add(0, place_S, counted_N[owner_S].long())[place_S]
+    shared_S = index_S.masked_fill(episodes_S < 2, 0)
+    last_S = torch.zeros_like(group_S).scatter_reduce(0, group_S, shared_S, "amax")[group_S]
+    return group_S * longest + index_S.minimum(last_S), counted_N[owner_S] & (index_S <= last_S)
+
+
+def same_state(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cells, int64 [S], of the turns of a group that begin in the same state, and that all count.
+
+    The anchor states of GiGPO, arXiv 2505.10978, equation 6. Turns of one episode are compared, too. A turn
+    without a state (0) has a cell of its own.
+    """
+    alone_S = torch.arange(1, len(state_S) + 1).masked_fill(state_S != 0, 0)
+    _, cell_S = torch.unique(torch.stack([group_N[owner_S], state_S, alone_S]), dim=1, return_inverse=True)
+    return cell_S, torch.ones_like(cell_S, dtype=torch.bool)
+
+
+# advantages of turns by name: which turns are compared, and whether the advantage of the episode is added
+BY_TURN: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], bool]] = {
+    "group_turn": (same_index, False),
+    "gigpo": (same_state, True),
+}
 
 
 def whitened(advantage_T: Tensor, live_T: Tensor) -> Tensor:

@@ -53,4 +53,24 @@ def gspo_token(
     return -torch.minimum(ratio_T * advantage_T, ratio_T.clamp(low, high) * advantage_T)
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {"cispo": cispo, "gspo_token": gspo_token}
+def topr(
+    logprob_T: Tensor,
+    old_logprob_T: Tensor,
+    advantage_T: Tensor,
+    offsets: Tensor | None,
+    low: float,
+    high: float,
+) -> Tensor:
+    """Return -A log pi where A > 0, and -clip(w, low, high) A log pi elsewhere; w is a constant.
+
+    Source: TOPR, arXiv 2503.14286, with low = 0 and high = 1, for whole sequences; IPA, arXiv 2512.24873,
+    equation 9, for the tokens between two interactions. Both take the sign of the reward in place of A's.
+
+    Example: low 0, high 1, a segment with w = 2 and A = -1: gradients of 1; with w = 1/2, of 1/2.
+    """
+    ratio_S, _ = segment_ratio(logprob_T.detach(), old_logprob_T, offsets)
+    ratio_T = spread(ratio_S.clamp(low, high), offsets, len(logprob_T))
+    return -ratio_T.masked_fill(advantage_T > 0, 1) * advantage_T * logprob_T
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {"cispo": cispo, "gspo_token": gspo_token, "topr": topr}

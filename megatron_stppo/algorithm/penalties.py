@@ -1,4 +1,4 @@
-"""Terms of the loss besides the surrogate: KL estimators, value loss, weights for train/serve mismatch."""
+"""Terms besides the surrogate: KL estimators, penalty of length, value loss, weights for a mismatch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from torch import Tensor
 from megatron_stppo.algorithm.ratio import MAX_LOG_RATIO, Pooling, segment_ratio, spread
 
 KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def overlong(length_N: Tensor, first: int, last: int, most: float) -> Tensor:
+    """Return a penalty of long episodes, float64 [N]: 0 up to `first` tokens, `most` from `last` on, linear
+    in between.
+
+    Source: DAPO, arXiv 2503.14476, equation 13, with first = L_max - L_cache, last = L_max and most = 1.
+    Example: first 100, last 200, most 0.5: lengths 100, 150, 200, 300 give 0, 0.25, 0.5, 0.5.
+    """
+    return most * ((length_N.double() - first) / (last - first)).clamp(0, 1)
 
 
 def kl(estimator: KLEstimator, logprob_T: Tensor, reference_logprob_T: Tensor) -> Tensor:

@@ -101,6 +101,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "turn_grpo": {"segments": "turn", "correction": "off", "rate": "constant", "advantage": "group"},
     "s_grpo": {"segments": "token", "correction": "logit", "rate": "constant", "advantage": "group"},
     "so_grpo": {"segments": "turn", "correction": "logit", "rate": "constant", "advantage": "group"},
+    # grpo plus the advantages of turns among those of the group that begin in the same state
+    "gigpo": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "gigpo",
+        "gamma": 0.95,
+    },
     "gspo": {
         "segments": "sequence",
         "correction": "off",
@@ -110,6 +118,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "clip_length_power": 0,  # its bounds are for whole sequences
         "clip_low": 3e-4,
         "clip_high": 4e-4,
+    },
+    # ratio, mask and return per turn, which IPA calls a chunk
+    "ipa": {
+        "segments": "turn",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "group_turn",
+        "gamma": 0.95,
+        "loss": "topr",
+        "clip_length_power": 0,
+        "clip_low": 1.0,
+        "clip_high": 0.0,
+        "dual_clip": None,
+        "mismatch": "mask",
+        "mismatch_level": "turn",
+        "mismatch_bound": 5.0,
+        "mismatch_lower": 0.0,
     },
     # gspo whose tokens have their own advantages
     "gspo_token": {

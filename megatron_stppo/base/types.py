@@ -165,10 +165,14 @@ class Trajectory:
 
     @property
     def summary(self) -> Summary:
+        read = [self.prompt_ids, *(turn.observation_ids for turn in self.turns)]  # before each turn
         return Summary(
             self.task.index,
             len(self.prompt_ids),
-            tuple(turn.summary for turn in self.turns),
+            tuple(
+                replace(turn.summary, state=hash(ids) if ids else 0)
+                for turn, ids in zip(self.turns, read, strict=False)
+            ),
             self.outcome,
             self.group,
             self.tool_calls,
@@ -195,6 +199,9 @@ class TurnSummary:
     observation: int  # tokens of the observation
     reward: float
     versions: Versions  # of the tokens
+    # hash of the tokens between the turn before and this one, or of the prompt: equal for turns that answer
+    # the same observation; 0: there are none
+    state: int = 0
 
     def __post_init__(self) -> None:
         _check_versions(self.versions, self.tokens)
@@ -274,6 +281,7 @@ class Batch:
     # bool: the first history of each episode; None if every episode has one history
     first_N: torch.Tensor | None = None
     cut_N: torch.Tensor | None = None  # bool: outcome `truncated`; None if no trajectory has it
+    state_S: torch.Tensor | None = None  # int64, TurnSummary.state
 
     @property
     def tokens(self) -> int:

@@ -12,9 +12,9 @@ from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config.section import Section
 
 Factor = Annotated[float, Field(ge=0)]
-ADVANTAGES = ("gae", "group", "group_mean")
+ADVANTAGES = ("gae", "group", "group_mean", "group_turn", "gigpo")
 INSTEAD_OF_CLIPPING = ("ratio", "probability")  # values of `select`
-LOSSES = ("cispo", "gspo_token")  # the names in algorithm/losses.py, which imports torch
+LOSSES = ("cispo", "gspo_token", "topr")  # the names in algorithm/losses.py, which imports torch
 
 
 class AlgorithmConfig(Section):
@@ -118,18 +118,25 @@ class AlgorithmConfig(Section):
     advantage: str = Field(
         "gae",
         description="gae: with a critic; group: (outcome - group mean) / group deviation; group_mean: "
-        "outcome - group mean; or MODULE:FUNCTION (docs/algorithms.md)",
+        "outcome - group mean; group_turn: as group, of the return of each turn among turns with the same "
+        "index; gigpo: group, plus turn_weight times the same of turns that begin in the same state; or "
+        "MODULE:FUNCTION (docs/algorithms.md)",
+    )
+    turn_weight: float = Field(
+        1.0, gt=0, description="weight of the turns' part of advantage=gigpo (omega of GiGPO)"
     )
     loss: str | None = Field(
         None,
-        description="cispo, gspo_token or MODULE:FUNCTION, in place of the clipped surrogate "
+        description="cispo, gspo_token, topr or MODULE:FUNCTION, in place of the clipped surrogate "
         "(docs/algorithms.md)",
     )
     gae_level: Literal["token", "turn"] = Field("token", description="what one step of GAE is")
     gae_observations: bool = Field(
         False, description="include observations in GAE and in the value loss, as Search-R1 does"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount per step of GAE")
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="discount per step of GAE; with group_turn and gigpo, per turn"
+    )
     lam: float = Field(1.0, ge=0, le=1, description="lambda of GAE")
     lam_critic: float | None = Field(
         None, ge=0, le=1, description="lambda of the critic's returns; null: that of the advantages"
@@ -146,6 +153,15 @@ class AlgorithmConfig(Section):
         "up. end: what would have followed counts 0; bootstrap: with a critic, it counts with the value of "
         "the last step; mask: they carry no loss",
     )
+    overlong_from: int | None = Field(
+        None,
+        ge=0,
+        description="action tokens of an episode above which its reward is reduced; null: never",
+    )
+    overlong_to: int | None = Field(
+        None, description="action tokens of an episode from which its reward is reduced by overlong_penalty"
+    )
+    overlong_penalty: float = Field(1.0, gt=0, description="largest reduction of an episode's reward")
     whiten: bool = Field(True, description="scale advantages to mean 0 and variance 1 over the batch")
     value_clip: float = Field(0.5, gt=0, description="clipping range around the old value, as in PPO")
     kl_coefficient: float = Field(
@@ -233,20 +249,13 @@ class AlgorithmConfig(Section):
         return given
 
     @model_validator(mode="after")
-    def _own_loss_is_not_corrected(self) -> AlgorithmConfig:
-        if self.loss is not None and (self.correction != "off" or self.correction_probe):
+    def _only_clipping_is_corrected(self) -> AlgorithmConfig:
+        probed = self.correction_probe and self.loss is not None
+        if not self.clips and (self.correction != "off" or probed):
+            used = f"select={self.select!r}" if self.loss is None else f"loss={self.loss}"
             raise ValueError(
-                f"correction={self.correction!r} with loss={self.loss}: the correction is for what clipping "
-                "removes, and such a loss does not clip; set correction to off and correction_probe to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _what_does_not_clip_is_not_corrected(self) -> AlgorithmConfig:
-        if self.select in INSTEAD_OF_CLIPPING and self.correction != "off":
-            raise ValueError(
-                f"correction={self.correction!r} with select={self.select!r}: the correction is for what "
-                "clipping removes, and this selection is in place of clipping; set correction to off"
+                f"correction={self.correction!r} with {used}: the correction is for what clipping removes, "
+                "and this is in place of clipping; set correction to off and correction_probe to false"
             )
         return self
 
@@ -268,11 +277,27 @@ class AlgorithmConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _lower_bound_of_a_mask(self) -> AlgorithmConfig:
-        if self.mismatch_lower is not None and self.mismatch != "mask":
+    def _has_an_effect(self) -> AlgorithmConfig:
+        for name, neutral, of, value in (
+            ("mismatch_lower", None, "mismatch", "mask"),
+            ("turn_weight", 1, "advantage", "gigpo"),
+        ):
+            given, chosen = getattr(self, name), getattr(self, of)
+            if given != neutral and chosen != value:
+                raise ValueError(
+                    f"{name}={given} with {of}={chosen!r}: it has an effect only with {of}={value}; leave it "
+                    f"out, or set {of}={value}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _overlong_rises(self) -> AlgorithmConfig:
+        first, last, penalty = self.overlong_from, self.overlong_to, self.overlong_penalty
+        rises = first is not None and last is not None and first < last
+        if not rises and (first, last, penalty) != (None, None, 1):
             raise ValueError(
-                f"mismatch_lower={self.mismatch_lower} with mismatch={self.mismatch!r}: only mask has a "
-                "lower bound; leave it out, or set mismatch=mask"
+                f"overlong_from={first}, overlong_to={last}, overlong_penalty={penalty}: the penalty rises "
+                "between two numbers of tokens; give both, the second above the first, or leave out all three"
             )
         return self
 

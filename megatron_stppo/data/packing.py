@@ -126,6 +126,7 @@ def without_tokens(summaries: Sequence[Summary], rollout_logprob_T: Tensor) -> B
         cut_N=torch.tensor([s.outcome == "truncated" for s in summaries])
         if any(s.outcome == "truncated" for s in summaries)
         else None,
+        state_S=column(turn.state for turn in turns),
     )
 
 

@@ -8,14 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.baselines import group_relative, whitened
+from megatron_stppo.algorithm.baselines import BY_TURN, group_relative, turn_returns, whitened
 from megatron_stppo.algorithm.gae import Lambda, of_length, token_level, turn_level
 from megatron_stppo.algorithm.own import OwnAdvantage
 from megatron_stppo.algorithm.ratio import spread
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.observed import action_rows, with_observations
-from megatron_stppo.training.rewards import outcomes, with_kl_penalty
+from megatron_stppo.training.rewards import outcomes, with_kl_penalty, with_overlong_penalty
 
 
 def estimate(
@@ -33,12 +33,20 @@ def estimate(
     """
     if algorithm.truncated == "mask" and batch.cut_N is not None:
         batch = replace(batch, live_N=batch.live_N & ~batch.cut_N)
+    shaped = _shaped(batch, algorithm)
     if algorithm.gae_observations:
-        whole, rows = _over_actions(with_observations(batch), algorithm, group_N), action_rows(batch)
+        whole, rows = _over_actions(with_observations(shaped), algorithm, group_N), action_rows(batch)
         assert whole.advantage_T is not None and whole.return_T is not None
         given = {"advantage_T": whole.advantage_T[rows], "return_T": whole.return_T[rows]}
         return replace(batch, **given, return_R=whole.return_T)
-    return _over_actions(batch, algorithm, group_N, own)
+    return replace(_over_actions(shaped, algorithm, group_N, own), reward_T=batch.reward_T)
+
+
+def _shaped(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+    first, last = algorithm.overlong_from, algorithm.overlong_to
+    if first is None or last is None:
+        return batch
+    return with_overlong_penalty(batch, first, last, algorithm.overlong_penalty)
 
 
 def _over_actions(
@@ -50,10 +58,10 @@ def _over_actions(
         # Only the environment's outcomes are normalised. If the KL penalty were normalised too, a group of
         # equal outcomes would get advantages of size 1 from the penalty's noise. The penalties of a token and
         # of the later tokens of its trajectory are subtracted afterwards, as in GAE with gamma = lam = 1.
-        advantage_N = _of_outcomes(batch, algorithm, group_N, own)
+        of_rewards_T = _relative(batch, algorithm, group_N, own)
         penalty_T = (reward_T - batch.reward_T).float()
         to_come_T, _ = token_level(penalty_T, torch.zeros_like(penalty_T), batch.action_offsets, 1.0, 1.0)
-        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + to_come_T.float()
+        advantage_T = of_rewards_T + to_come_T.float()
         return replace(batch, advantage_T=advantage_T.masked_fill(~batch.live_T, 0).float())
     advantage_T, return_T = _gae(batch, reward_T, algorithm)
     dead_T = ~batch.live_T
@@ -66,7 +74,7 @@ def _over_actions(
 def has_signal(
     batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
 ) -> bool:
-    """Return whether the environment's rewards differ between live trajectories.
+    """Return whether the rewards, without KL penalties, differ between live trajectories.
 
     For GAE all trajectories of the batch are compared, for group advantages only those of the same group.
     Without such a difference, the actor's gradient contains only entropy bonus, KL penalty and the critic's
@@ -75,10 +83,28 @@ def has_signal(
 
     Example: rewards (0, 0) and (1, 1) of two groups are a signal for GAE, but not for advantage="group".
     """
+    batch = _shaped(batch, algorithm)
     if algorithm.advantage == "gae":
         discounted = algorithm.gamma < 1 and bool(batch.reward_T[batch.live_T].any())
         return discounted or _rewards_vary(batch)
-    return bool(_of_outcomes(batch, algorithm, group_N, own).any())
+    return bool(_relative(batch, algorithm, group_N, own).any())
+
+
+def _relative(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None) -> Tensor:
+    """Return the advantages that compare rewards within a group, float64 [T]; 0 for failed trajectories."""
+    total = len(batch.reward_T)
+    same, with_episode = BY_TURN.get(algorithm.advantage, (None, True))
+    out_T = torch.zeros(total, dtype=torch.float64)
+    if with_episode:
+        out_T = spread(_of_outcomes(batch, algorithm, group_N, own), batch.action_offsets, total)
+    if same is not None:
+        owner_S, live_N, first_N = batch.turn_to_sequence_S, batch.live_N, batch.first_N
+        counted_N = live_N if first_N is None else live_N & first_N
+        cell_S, counted_S = same(owner_S, group_N, counted_N, batch.state_S)
+        return_S = turn_returns(batch.reward_T, batch.turn_offsets, batch.action_offsets, algorithm.gamma)
+        turn_S = group_relative(return_S, cell_S, live_N[owner_S], True, counted_S)
+        out_T = out_T + algorithm.turn_weight * spread(turn_S, batch.turn_offsets, total)
+    return out_T
 
 
 def _of_outcomes(
@@ -87,7 +113,7 @@ def _of_outcomes(
     """Return the advantage of each trajectory, float64 [N]; 0 for failed ones."""
     outcome_N, live_N, first_N = outcomes(batch.reward_T, batch.action_offsets), batch.live_N, batch.first_N
     if own is None:
-        return group_relative(outcome_N, group_N, live_N, algorithm.advantage == "group", first_N)
+        return group_relative(outcome_N, group_N, live_N, algorithm.advantage != "group_mean", first_N)
     counted_N = live_N if first_N is None else live_N & first_N
     advantage_N = own(outcome_N, group_N, counted_N)
     if advantage_N.shape != live_N.shape:

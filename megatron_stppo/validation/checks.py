@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError, old_logprob, own_code, peft_folder
+from megatron_stppo.config.algorithm import ADVANTAGES
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation import lora, megatron_fields, model_folder, serving, vllm_fields
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
@@ -51,6 +52,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     if command in (*ROLLS_OUT, "cold-start"):
         model_folder.check_chat_template(config)
     if command in ("train", "rollout", "plan"):
+        _overlong(config)
         _resample(config)
     if command in ("train", "plan"):
         _batches(config, layout)
@@ -276,6 +278,19 @@ def _check_profile(config: Config) -> None:
         )
 
 
+def _overlong(config: Config) -> None:
+    """Check that an episode can have more action tokens than algorithm.overlong_from."""
+    e, r, first = config.environment, config.rollout, config.algorithm.overlong_from
+    most = (e.max_turns + 1) * r.max_turn_tokens
+    if e.kind != "agent":  # whose episodes may have several histories
+        most = min(most, config.max_context)
+    if first is not None and first >= most:
+        raise ConfigError(
+            f"algorithm.overlong_from={first}: an episode has at most {most} action tokens, by "
+            "environment.max_turns, rollout.max_turn_tokens and rollout.max_context; choose less, or null"
+        )
+
+
 def _resample(config: Config) -> None:
     """Check that a group without variance is one without a learning signal."""
     rollout, advantage = config.rollout, config.algorithm.advantage
@@ -298,8 +313,7 @@ def _resample(config: Config) -> None:
 
 def _batches(config: Config, layout: Layout) -> None:
     advantage = config.algorithm.advantage
-    grouped = advantage in ("group", "group_mean")
-    if grouped and config.rollout.samples_per_task == 1:
+    if advantage in ADVANTAGES[1:] and config.rollout.samples_per_task == 1:
         raise ConfigError(
             "rollout.samples_per_task=1: a group of one has no learning signal with "
             f"algorithm.advantage={advantage}; choose 4 or more"

@@ -53,6 +53,21 @@ def test_gspo_token_equals_the_surrogate_where_advantages_are_equal_inside_segme
     torch.testing.assert_close(-logprob_T.grad, expected.gradient_T.double())
 
 
+def test_topr_has_no_ratio_where_the_advantage_is_positive_and_at_most_1_elsewhere() -> None:
+    """Segments with w = 2, 1/2 and 4; the last advantage of the first segment is negative."""
+    ratios, offsets = [4.0, 1.0, 0.25, 1.0, 4.0], [0, 2, 4, 5]
+    found = gradient("topr", ratios, [3.0, -1.0, -1.0, -2.0, 1.0], offsets, low=0, high=1)
+    assert found == pytest.approx([-3, 1, 0.5, 1, -1])
+
+
+def test_the_gradient_of_topr_is_that_of_reinforce_where_no_ratio_is_below_1() -> None:
+    generator = torch.Generator().manual_seed(0)
+    ratios = (1 + torch.rand(6, generator=generator)).tolist()
+    advantages = torch.randn(6, generator=generator).tolist()
+    found = gradient("topr", ratios, advantages, [0, 2, 6], low=0, high=1)
+    assert found == pytest.approx([-advantage for advantage in advantages])
+
+
 def test_the_configuration_knows_all_names() -> None:
     assert tuple(LOSSES) == algorithm.LOSSES
 

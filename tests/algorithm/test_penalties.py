@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megatron_stppo.algorithm.penalties import clipped_value_loss, kl, mismatch_weight, weighted_sum
+from megatron_stppo.algorithm.penalties import clipped_value_loss, kl, mismatch_weight, overlong, weighted_sum
 
 
 def test_kl_estimators_match_a_hand_calculation():
@@ -12,6 +12,12 @@ def test_kl_estimators_match_a_hand_calculation():
     assert kl("k1", logprob, reference).item() == pytest.approx(math.log(2))
     assert kl("k2", logprob, reference).item() == pytest.approx(math.log(2) ** 2 / 2)
     assert kl("k3", logprob, reference).item() == pytest.approx(math.log(2) - 0.5)
+
+
+def test_the_penalty_of_a_long_episode_rises_between_two_lengths():
+    # equation 13 of DAPO with L_max = 200 and L_cache = 100, times 0.5
+    length = torch.tensor([0, 100, 101, 150, 200, 300])
+    assert overlong(length, 100, 200, 0.5).tolist() == pytest.approx([0, 0, 0.005, 0.25, 0.5, 0.5])
 
 
 def test_k1_and_k3_average_to_the_kl_divergence():

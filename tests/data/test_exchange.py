@@ -141,7 +141,7 @@ def compare(mesh: Any, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
 
 SAME = (
     *("sequence_offsets", "turn_offsets", "turn_to_sequence_S", "action_offsets", "action_index_T"),
-    *("live_N", "rollout_logprob_T", "reward_T"),
+    *("live_N", "rollout_logprob_T", "reward_T", "state_S"),
 )
 
 

@@ -172,9 +172,18 @@ def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
     assert message.startswith("megatron.moe_aux_loss_coeff=0.01: megatron multiplies it by the tokens")
     for field in ("moe_permute_fusion=true", "moe_token_dispatcher_type=flex"):
         assert "the order of the experts' tokens" in refusal(path, [f"megatron.{field}"])
-    for preset, advantage in (("grpo", "group"), ("mini_rl", "group_mean")):
+    for preset, advantage in (("grpo", "group"), ("mini_rl", "group_mean"), ("gigpo", "gigpo")):
         message = refusal(path, [f"algorithm.preset={preset}"])
         assert message.startswith("rollout.samples_per_task=1:") and f"advantage={advantage};" in message
+
+
+def test_a_penalty_above_the_longest_episode_is_refused(path: Path) -> None:
+    limits = ["environment.max_turns=3", "rollout.max_turn_tokens=10", "algorithm.overlong_to=99"]
+    assert refusal(path, [*limits, "algorithm.overlong_from=40"]) == (
+        "algorithm.overlong_from=40: an episode has at most 40 action tokens, by environment.max_turns, "
+        "rollout.max_turn_tokens and rollout.max_context; choose less, or null"
+    )
+    check(load(path, [*limits, "algorithm.overlong_from=39"]), 2, "train")
 
 
 def test_a_profile_of_the_rate_has_a_factor_for_each_step_of_an_iteration(path: Path) -> None:

@@ -1,0 +1,79 @@
+"""The penalty of long episodes (algorithm.overlong_from), in advantages."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_stppo.base.types import Branch, Task, Trajectory, Turn
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.training.advantage import estimate, has_signal
+from megatron_stppo.training.rewards import outcomes, with_overlong_penalty
+
+TASK = Task("t", (), ("a",), "train", 0)
+RANGE = {"overlong_from": 2, "overlong_to": 6}
+
+
+def turn(tokens: int, reward: float = 0.0) -> Turn:
+    return Turn((5,) * tokens, (-1.0,) * tokens, (7, 7, 7), reward, ((0, tokens),))
+
+
+def episode(*tokens: int, reward: float = 0.0) -> Trajectory:
+    return Trajectory(TASK, (1, 2), tuple(turn(n, reward * (n == tokens[-1])) for n in tokens), "ok")
+
+
+def settings(**given: object) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"preset": "grpo", "kl_coefficient": 0.0} | given)
+
+
+def test_the_penalty_is_of_the_action_tokens_and_on_the_last_one() -> None:
+    """2 tokens: 0. 1 + 3 tokens: 2 / 4 of the penalty. 7 tokens: all of it. Observations do not count."""
+    batch = to_batch([episode(2, reward=1.0), episode(1, 3), episode(7)])
+    reward_T = with_overlong_penalty(batch, 2, 6, 0.5).reward_T
+    assert reward_T.tolist() == [0, 1] + [0, 0, 0, -0.25] + [0] * 6 + [-0.5]
+
+
+def test_the_tokens_of_all_histories_count_and_every_history_bears_the_penalty() -> None:
+    several = replace(episode(1, 2), branches=(Branch((3,), (turn(1),)), Branch((4,), (turn(2),))))
+    batch = to_batch([*several.histories(), *episode(2).histories(), Trajectory(TASK, (), (), "error")])
+    reward_T = with_overlong_penalty(batch, 2, 6, 1.0).reward_T
+    assert reward_T.tolist() == [0, 0, -1, -1, 0, -1, 0, 0], "6 tokens, then 2"
+
+
+def test_lengths_are_a_signal_where_rewards_are_equal_and_the_rewards_stay_as_they_were() -> None:
+    batch = to_batch([episode(2, reward=1.0), episode(6, reward=1.0)])
+    group_N = torch.zeros(2, dtype=torch.int64)
+    assert not has_signal(batch, settings(), group_N)
+    for preset in ("grpo", "ppo"):
+        batch = replace(batch, value_T=torch.zeros(8))
+        out = estimate(batch, settings(preset=preset, **RANGE), group_N)
+        assert has_signal(out, settings(preset=preset, **RANGE), group_N)
+        assert out.advantage_T is not None and out.advantage_T[0] > 0 > out.advantage_T[-1]
+        assert out.reward_T.equal(batch.reward_T)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_advantages_are_those_of_rewards_that_were_reduced_by_hand(seed: int) -> None:
+    generator = random.Random(seed)
+    played = [
+        episode(*(generator.randrange(1, 5) for _ in range(generator.randrange(1, 4))), reward=1.0)
+        for _ in range(6)
+    ]
+    by_hand = []
+    for given in played:
+        length = sum(len(t.token_ids) for t in given.turns)
+        last = given.turns[-1]
+        reduced = replace(last, reward=last.reward - 2 * min(1.0, max(0.0, (length - 2) / 4)))
+        by_hand.append(replace(given, turns=(*given.turns[:-1], reduced)))
+    group_N = groups_of([given.summary for given in played])
+    for advantage in ("group", "group_mean", "group_turn", "gigpo"):
+        expected = estimate(to_batch(by_hand), settings(advantage=advantage), group_N).advantage_T
+        found = estimate(
+            to_batch(played), settings(advantage=advantage, overlong_penalty=2, **RANGE), group_N
+        ).advantage_T
+        assert torch.allclose(found, expected, atol=1e-5)
+    assert outcomes(to_batch(by_hand).reward_T, to_batch(played).action_offsets).min() < 1

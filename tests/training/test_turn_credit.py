@@ -1,0 +1,150 @@
+"""Advantages of turns without a critic (group_turn, gigpo), from trajectories to action tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_stppo.base.types import Branch, Summary, Task, Trajectory, Turn
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data.packing import groups_of, rollout_logprobs, without_tokens
+from megatron_stppo.parallel.collectives import decode, encode
+from megatron_stppo.training.advantage import estimate, has_signal
+
+TASK = Task("t", (), ("a",), "train", 0)
+PROMPT = (1, 2)
+
+
+def turn(reward: float, observation: tuple[int, ...] = (7,), tokens: int = 1) -> Turn:
+    return Turn((5,) * tokens, (-1.0,) * tokens, observation, reward, ((0, tokens),))
+
+
+def settings(**given: object) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"preset": "grpo", "kl_coefficient": 0.0} | given)
+
+
+def advantages(episodes: list[Trajectory], **given: object) -> list[float]:
+    """Return the advantages of the action tokens, from summaries that another rank has sent."""
+    every = [history for episode in episodes for history in episode.histories()]
+    sent = decode(encode([history.summary for history in every]), list[Summary])
+    batch, group_N = without_tokens(sent, rollout_logprobs(every)), groups_of(sent)
+    advantage_T = estimate(batch, settings(**given), group_N).advantage_T
+    assert advantage_T is not None and has_signal(batch, settings(**given), group_N) == advantage_T.any()
+    return advantage_T.tolist()
+
+
+def test_a_reward_counts_for_its_turn_and_earlier_ones() -> None:
+    """The second turns differ in nothing but the reward of the first, which they have not caused.
+
+    Outcomes: 1 and 0. Returns: 1, 0 at the first turn, 0, 0 at the second.
+    """
+    played = [Trajectory(TASK, PROMPT, (turn(reward), turn(0.0, (), 2)), "ok") for reward in (1.0, 0.0)]
+    assert advantages(played, advantage="group") == pytest.approx([1, 1, 1, -1, -1, -1])
+    assert advantages(played, advantage="group_turn") == pytest.approx([1, 0, 0, -1, 0, 0])
+
+
+def test_rewards_at_another_time_are_a_signal_for_turns_only() -> None:
+    played = [Trajectory(TASK, PROMPT, (turn(1.0 - r), turn(r)), "ok") for r in (0.0, 1.0)]
+    assert not any(advantages(played, advantage="group"))
+    assert advantages(played, advantage="group_turn") == pytest.approx([0, -1, 0, 1])
+
+
+def test_gigpo_adds_the_advantage_among_turns_that_answer_the_same_observation() -> None:
+    """Both episodes have the prompt and, at their last turn, the observation (8,); gamma is 1/2.
+
+    Outcomes: 1 and 0, that is 1 and -1. Returns: 0.25, 0.5, 1 and 0, 0. The prompt: 0.25 and 0, that is 1 and
+    -1. (8,): 1 and 0, that is 1 and -1. The observation (7,) occurs once: 0.
+    """
+    played = [
+        Trajectory(TASK, PROMPT, (turn(0.0, (7,)), turn(0.0, (8,)), turn(1.0, ())), "ok"),
+        Trajectory(TASK, PROMPT, (turn(0.0, (8,)), turn(0.0, ())), "wrong"),
+    ]
+    given = {"preset": "gigpo", "gamma": 0.5}
+    assert advantages(played, **given) == pytest.approx([2, 1, 2, -2, -2], abs=1e-6)
+    assert advantages(played, turn_weight=0.5, **given) == pytest.approx([1.5, 1, 1.5, -1.5, -1.5], abs=1e-6)
+
+
+def drawn(generator: random.Random, turns: int, last: bool = False, group: int = 0) -> Trajectory:
+    """Return an episode with rewards at its end only, or at any turn, whose observations often repeat."""
+    played = [
+        turn(
+            generator.choice((0.0, 0.5, 1.0)) if not last or number == turns - 1 else 0.0,
+            (generator.randrange(7, 9),) * generator.randrange(3),
+            generator.randrange(1, 4),
+        )
+        for number in range(turns)
+    ]
+    outcome = generator.choice(("ok", "ok", "ok", "wrong", "error"))
+    branches = (Branch((3,), (replace(played[-1]),)),) if generator.random() < 0.3 else ()
+    return Trajectory(TASK, PROMPT, tuple(played), outcome, group, branches=branches)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_with_a_reward_at_the_end_and_equally_many_turns_it_is_the_advantage_of_the_group(seed: int) -> None:
+    generator = random.Random(seed)
+    turns = generator.randrange(1, 5)
+    played = [drawn(generator, turns, last=True, group=generator.randrange(2)) for _ in range(8)]
+    expected = advantages(played, advantage="group")
+    assert advantages(played, advantage="group_turn") == pytest.approx(expected, abs=1e-6)
+
+
+def defined(episodes: list[Trajectory], advantage: str, gamma: float, weight: float) -> list[float]:
+    """Return the advantages by loops over the definitions."""
+
+    def scaled(value: float, among: list[float]) -> float:
+        mean = sum(among) / len(among)
+        variance = sum((x - mean) ** 2 for x in among) / len(among)
+        return 0.0 if variance < 1e-9 else (value - mean) / (variance + 1e-8) ** 0.5
+
+    def to_go(history: Trajectory, at: int) -> float:
+        return sum(t.reward * gamma**k for k, t in enumerate(history.turns[at:]))
+
+    def state(history: Trajectory, at: int) -> tuple[int, ...]:
+        return history.turns[at - 1].observation_ids if at else history.prompt_ids
+
+    every, out = [h for episode in episodes for h in episode.histories()], []
+    for history in every:
+        group = [h for h in every if h.group == history.group and h.outcome != "error"]
+        firsts = [h for h in group if h.branch == 0]
+        for at, own in enumerate(history.turns):
+            if history.outcome == "error":
+                found = 0.0
+            elif advantage == "group_turn":
+                place = max(k for k in range(at + 1) if k == 0 or sum(len(h.turns) > k for h in firsts) > 1)
+                among = [to_go(h, place) for h in firsts if len(h.turns) > place]
+                found = scaled(to_go(history, at), among)
+            else:
+                same = [
+                    (h, k) for h in group for k in range(len(h.turns)) if state(h, k) == state(history, at)
+                ]
+                of_state = [to_go(h, k) for h, k in same] if state(history, at) else [0.0]
+                of_episode = scaled(history.reward, [h.reward for h in firsts])
+                found = of_episode + weight * scaled(to_go(history, at), of_state)
+            out += [found] * len(own.token_ids)
+    return out
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("advantage", ["group_turn", "gigpo"])
+def test_advantages_are_those_of_the_definition_for_any_episodes(advantage: str, seed: int) -> None:
+    generator = random.Random(seed)
+    played = [
+        drawn(generator, generator.randrange(1, 5), group=generator.randrange(3))
+        for _ in range(generator.randrange(1, 10))
+    ]
+    weight = 0.5 if advantage == "gigpo" else 1.0
+    found = advantages(played, advantage=advantage, gamma=0.75, turn_weight=weight)
+    assert found == pytest.approx(defined(played, advantage, 0.75, weight), abs=1e-5)
+
+
+def test_a_turn_has_the_state_of_the_tokens_that_it_answers() -> None:
+    one, two = (Trajectory(TASK, (1, 2), (turn(0.0, read), turn(0.0, ())), "ok") for read in ((7, 8), ()))
+    other = Trajectory(TASK, (7, 8), (turn(0.0),), "ok")
+    states = [[t.state for t in played.summary.turns] for played in (one, two, other)]
+    assert states[0][0] == states[1][0] != states[0][1] == states[2][0] != 0, "the prompt, then (7, 8)"
+    assert states[1][1] == 0, "no observation"
+    batch = without_tokens([one.summary, two.summary], torch.zeros(4))
+    assert batch.state_S is not None and batch.state_S.tolist() == states[0] + states[1]
