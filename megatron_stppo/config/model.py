@@ -61,7 +61,9 @@ class ModelConfig(Section):
         description="Hugging Face checkpoint folder: config.json, tokenizer.json, *.safetensors"
     )
     critic_path: Path | None = Field(
-        None, description="Hugging Face folder of the critic's initial trunk; default: path"
+        None,
+        description="Hugging Face folder with which the critic begins; a value head that `cold-start --critic` "
+        "has written is loaded too. Default: path",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"
