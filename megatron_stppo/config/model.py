@@ -62,8 +62,8 @@ class ModelConfig(Section):
     )
     critic_path: Path | None = Field(
         None,
-        description="Hugging Face folder with which the critic begins; a value head that `cold-start --critic` "
-        "has written is loaded too. Default: path",
+        description="Hugging Face folder with which the critic begins, also its value head if "
+        "`cold-start --critic` has written the folder; default: path",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"
