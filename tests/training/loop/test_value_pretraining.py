@@ -78,8 +78,8 @@ def test_episodes_of_another_model_are_refused_in_one_line_and_nothing_is_writte
     assert done.returncode != 0
     assert re.search(
         r"megatron-stppo: --critic=.*/played: the log-probs of its episodes differ from those of model\.path="
-        r".*/model by [.0-9]+ nats per token, rollout\.max_mismatch=0\.1: another model, tokenizer or rollout\."
-        r"temperature played them; record episodes with `rollout`",
+        r".*/model by [.0-9]+ nats per token, rollout\.max_mismatch=0\.1: another model, tokenizer or "
+        r"rollout\.temperature played them; record episodes with `rollout`",
         done.stderr,
     ), done.stderr[-3000:]
     assert not (config.parent / "other").exists()
