@@ -28,7 +28,8 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Resharder
-from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes, read_shape
+from megatron_stppo.weights.sharding.hf_fields import FAMILIES
+from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import FILE_BYTES, by_file, finish, write_tensors
 from megatron_stppo.weights.sharding.spans import training_layouts, whole_spans, widths_of
 from megatron_stppo.weights.sharding.tiles import Spans
@@ -45,6 +46,7 @@ def export_hf(
     template: Path,
     terms: Mapping[tuple[str, str], Term] | None = None,
     *,
+    head: Head = "vocabulary",
     overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
     group: dist.ProcessGroup | None = None,
@@ -53,19 +55,22 @@ def export_hf(
     `group`.
 
     config.json and the tokenizer come from `template`; the weights keep the parameters' dtype, which
-    is written to config.json. Rank 0 holds at most `file_bytes` (or the largest tensor) at once. The folder
-    is renamed into place when it is complete. Raises ConfigError on all ranks if it exists and `overwrite` is
-    False, or if it cannot be written. Raises ReshardError if rows were lost in the transfer.
+    is written to config.json. head: that of the parameters and layouts; a folder with a value head is a token
+    classification model with one label for transformers. Rank 0 holds at most `file_bytes` (or the largest
+    tensor) at once. The folder is renamed into place when it is complete. Raises ConfigError on all ranks if
+    it exists and `overwrite` is False, or if it cannot be written. Raises ReshardError if rows were lost in
+    the transfer.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     dtype = next(iter(parameters.values())).dtype
-    on_first(group, lambda: _begin(folder, partial, Path(template), dtype, overwrite))
-    files, shapes = by_file(shape, dtype.itemsize, file_bytes), hf_shapes(shape)
+    on_first(group, lambda: _begin(folder, partial, Path(template), dtype, head, overwrite))
+    shapes = hf_shapes(shape, head)
+    files = by_file(shapes, dtype.itemsize, file_bytes)
     for name, keys in files.items():
         whole = gather(parameters, layouts, shapes, keys, terms, group)
         on_first(group, functools.partial(write_tensors, whole, partial / name, partial / "config.json"))
-    on_first(group, lambda: finish(folder, partial, files, shape, dtype.itemsize))
+    on_first(group, lambda: finish(folder, partial, files, shapes, dtype.itemsize))
 
 
 def gather(
@@ -89,7 +94,9 @@ def gather(
     return {key: tensor.cpu() for key, tensor in whole.items()}
 
 
-def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, overwrite: bool) -> None:
+def _begin(
+    folder: Path, partial: Path, template: Path, dtype: torch.dtype, head: Head, overwrite: bool
+) -> None:
     if not overwrite:
         check_absent("output", folder)
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
@@ -101,6 +108,9 @@ def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, over
         shutil.copytree(template / TEMPLATES, partial / TEMPLATES, copy_function=shutil.copyfile)
     config = json.loads((partial / "config.json").read_text())
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
+    if head == "value":
+        named = FAMILIES[config["model_type"]].architecture.replace("CausalLM", "TokenClassification")
+        config |= {"architectures": [named], "num_labels": 1}
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

@@ -178,16 +178,33 @@ def evaluate(
         "megatron-stppo cold-start config.yaml cold_start.output=runs/cold-start",
         "megatron-stppo cold-start config.yaml cold_start.output=runs/adapters model.lora.rank=16",
         "megatron-stppo train config.yaml model.lora.path=runs/adapters",
+        "megatron-stppo cold-start config.yaml --critic runs/played cold_start.output=runs/critic",
+        "megatron-stppo train config.yaml model.critic_path=runs/critic",
     ),
 )
-def cold_start(config: File, overrides: Overrides = None) -> None:
+def cold_start(
+    config: File,
+    overrides: Overrides = None,
+    critic: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN_DIR", help="train only the critic, on the episodes of this run"),
+    ] = None,
+) -> None:
     """Teach a model the format from scripted trajectories (data.demonstrations). With model.lora only
-    adapters are trained and written."""
-    settings = open_config(config, overrides, "cold-start")
+    adapters are trained and written. With --critic, the critic learns the returns of recorded episodes."""
+    settings = open_config(config, overrides, "cold-start" if critic is None else "cold-start --critic")
+    if critic is not None:
+        from megatron_stppo.validation import sources
+
+        sources.check_pretraining(settings, critic)
     with importing():
         process.prepare(engine=False)
         from megatron_stppo.training import cold_start as stage
-    stage.cold_start(settings)
+        from megatron_stppo.training import value_pretraining
+    if critic is None:
+        stage.cold_start(settings)
+    else:
+        value_pretraining.pretrain(settings, critic)
 
 
 def start_training(settings: Config, resume: bool = False, recorded: Recorded | None = None) -> None:

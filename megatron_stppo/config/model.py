@@ -61,7 +61,9 @@ class ModelConfig(Section):
         description="Hugging Face checkpoint folder: config.json, tokenizer.json, *.safetensors"
     )
     critic_path: Path | None = Field(
-        None, description="Hugging Face folder of the critic's initial trunk; default: path"
+        None,
+        description="Hugging Face folder with which the critic begins, also its value head if "
+        "`cold-start --critic` has written the folder; default: path",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"

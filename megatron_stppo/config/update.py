@@ -96,5 +96,11 @@ class ColdStartConfig(Section):
     )
     output: Path | None = Field(
         None,
-        description="Hugging Face folder for the trained model, or with model.lora for the adapters",
+        description="Hugging Face folder for the trained model or critic; with model.lora for the adapters",
+    )
+    critic_steps: int = Field(
+        50, ge=1, description="optimizer steps of --critic, with the settings of update.critic"
+    )
+    held_out: float = Field(
+        0.1, gt=0, lt=1, description="share of the recorded tasks, the last ones, that --critic only measures"
     )

@@ -24,6 +24,7 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
+from megatron_stppo.weights.sharding.hf_files import head_of_critic
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import (
     Adaptation,
@@ -303,14 +304,15 @@ def from_hf(
     if trunk is not None:
         return model
     folder = (config.model.critic_path or config.model.path) if role == "critic" else config.model.path
-    spans = training_spans(
-        shape, mesh.layout, mesh.rank, spec=layer_spec(config), head=role != "critic", tied_copy=True
-    )
     last = chunk_prefix(len(model), len(model) - 1)
     keep = [last + name for name in VALUE_HEAD] if role == "critic" else []
     problem: str | None = None
     try:
-        load_hf(folder, spans, named_parameters(model), keep=[*keep, *own])
+        head = head_of_critic(folder) if role == "critic" else "vocabulary"
+        spans = training_spans(
+            shape, mesh.layout, mesh.rank, spec=layer_spec(config), head=head, tied_copy=True
+        )
+        load_hf(folder, spans, named_parameters(model), keep={*keep, *own} - spans.keys())
     except ConfigError as error:  # for instance of a tensor that only this rank reads
         problem = str(error)
     raise_together(problem, lambda found: ConfigError(first(found)), str)

@@ -18,6 +18,7 @@ from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.token_model import TokenModel, frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
+from megatron_stppo.weights.sharding.hf_files import head_of_critic
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 
@@ -45,9 +46,23 @@ class Learner:
         """The hash of the weights in model.path, which are those of version 0 and of the KL reference."""
         return weights_digest(self.config.model.path, self.shape)
 
+    @property
+    def beginning(self) -> dict[str, str]:
+        """What a checkpoint records of the weights that its run began with. Collective in the first call."""
+        path = self.config.model.critic_path if self.config.needs_critic else None
+        critic = "" if path is None else weights_digest(path, self.shape, head_of_critic(path))
+        return {"begun_with": self.begun_with, "critic_begun_with": critic}
+
     def check_beginning(self, state: Mapping[str, Any]) -> None:
         """Raise ConfigError if the run of a checkpoint with this state began with other weights than those of
-        model.path. Checkpoints of converted models do not record them."""
+        model.path, or its critic with others than those of model.critic_path. Checkpoints of converted models
+        do not record them."""
+        now = self.beginning
+        if state.get("critic_begun_with", now["critic_begun_with"]) != now["critic_begun_with"]:
+            raise ConfigError(
+                f"model.critic_path={self.config.model.critic_path}: the run's critic began with "
+                "other weights; give the folder that it began with (null if none), or another run.name"
+            )
         if state.get("begun_with", self.begun_with) != self.begun_with:
             raise ConfigError(
                 f"model.path={self.config.model.path}: holds other weights than those that the run began "
@@ -83,9 +98,10 @@ def build_learner(
         critic = build.trainer("critic", shape, config, mesh, dtype, trunk)
     if training and config.needs_reference:
         reference = build.from_hf("reference", shape, config, mesh, dtype, trunk)
-    if training:  # kept: when a checkpoint is saved, the folder can be away
-        weights_digest(config.model.path, shape)
     trainers = {role: t for role, t in (("actor", actor), ("critic", critic)) if t is not None}
     offloader = Offloader(trainers, reference, config.update.offload, partial(frozen, trunk or ()))
     packer = Packer.of(config, shape, mesh)
-    return Learner(config, mesh, shape, policy, actor, critic, reference, packer, offloader)
+    learner = Learner(config, mesh, shape, policy, actor, critic, reference, packer, offloader)
+    if training:  # kept: when a checkpoint is saved, the folders can be away
+        _ = learner.beginning
+    return learner

@@ -166,7 +166,7 @@ def describe_batch(batch: Batch) -> dict[str, Any]:
         row |= {"advantage/mean": _mean(advantage_T), "advantage/variance": _variance(advantage_T)}
     if batch.value_T is not None and batch.return_T is not None:
         row["advantage/variance_before_whitening"] = _variance((batch.return_T - batch.value_T)[live_T])
-        row["critic/explained_variance"] = _explained(batch.value_T[live_T], batch.return_T[live_T])
+        row["critic/explained_variance"] = explained_variance(batch.value_T[live_T], batch.return_T[live_T])
     return row
 
 
@@ -190,7 +190,7 @@ def _variance(x: Tensor) -> float:
     return float(x.var(correction=0)) if len(x) else 0.0
 
 
-def _explained(value: Tensor, target: Tensor) -> float:
+def explained_variance(value: Tensor, target: Tensor) -> float:
     """Return the explained variance 1 - Var[return - value] / Var[return]; 0 if the returns do not vary."""
     spread = float(target.var()) if len(target) > 1 else 0.0
     return 1 - float((target - value).var()) / spread if spread > 0 else 0.0

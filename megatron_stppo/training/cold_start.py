@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from megatron_stppo.weights.sharding.hf_load import load_tokenizer
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.spans import training_layouts
 
+Item = TypeVar("Item")
 SCRIPT = Task("demonstrations", (), ("",), "train", 0)
 
 
@@ -55,7 +57,7 @@ def cold_start(config: Config) -> None:
     scripts = demonstrations.read(data, tokenizer, settings.tokens or sys.maxsize)
     mesh, shape = process.start(config), read_shape(config.model.path)
     first_rank = mesh.rank == 0
-    steps = list(batches(scripts, settings.batch_tokens, mesh.data_size, settings.context_weight))
+    steps = list(by_tokens(scripts, len, settings.batch_tokens, mesh.data_size))
     if not steps:
         raise ConfigError(
             f"data.demonstrations={data}: {len(scripts)} rows are read, and each of the {mesh.data_size} "
@@ -74,22 +76,25 @@ def cold_start(config: Config) -> None:
     float32_logits = config.model.float32_logits(torch.cuda.is_available())
     rows = config.update.logit_rows
     head = PolicyHead.of(model, mesh, shape.vocab, chunk=rows, float32_logits=float32_logits)
-    for step, batch in enumerate(progress(steps, "cold start", first_rank, every=None)):
+    for step, taught in enumerate(progress(steps, "cold start", first_rank, every=None)):
         rate = _cosine(step, len(steps), settings.warmup_fraction)
-        loss = train_step(trainer, head, batch, mesh, packer, rate)
-        _check_refused(trainer, config.run.nonfinite_budget, len(steps))
+        loss = train_step(trainer, head, as_batch(taught, settings.context_weight), mesh, packer, rate)
+        check_refused(trainer, config.run.nonfinite_budget, len(steps), "cold_start.lr")
         if step % 20 == 0 or step == len(steps) - 1:
             say(f"cold start {step + 1}/{len(steps)}: loss {loss:.3f} nats/token", first_rank)
     say(f"done; {export(output, trainer, config, shape, mesh)}", first_rank)
     process.stop()
 
 
-def _check_refused(trainer: Trainer, budget: int, steps: int) -> None:
-    """Raise DoNotRestart if more than `budget` or all steps were not finite. All ranks raise together."""
+def check_refused(trainer: Trainer, budget: int, steps: int, rate: str) -> None:
+    """Raise DoNotRestart if more than `budget` or all steps were not finite. All ranks raise together.
+
+    rate: the field of the learning rate.
+    """
     if trainer.skipped > budget or trainer.skipped == steps:
         raise DoNotRestart(
             f"{trainer.skipped} of {steps} steps were not finite, run.nonfinite_budget={budget}; nothing is "
-            "written; lower cold_start.lr"
+            f"written; lower {rate}"
         )
 
 
@@ -104,23 +109,23 @@ def export(output: Path, trainer: Trainer, config: Config, shape: ModelShape, me
     return f"the model is {output}"
 
 
-def batches(
-    scripts: Sequence[Demonstration], budget: int, ranks: int, context_weight: float
-) -> Iterator[Batch]:
-    """Yield a batch per step: scripts in order, up to `budget` tokens, but at least one script per rank."""
-    step: list[Demonstration] = []
+def by_tokens(
+    items: Iterable[Item], tokens_of: Callable[[Item], int], budget: int, ranks: int
+) -> Iterator[list[Item]]:
+    """Yield the items of each step, in order: up to `budget` tokens, but at least one item per rank."""
+    step: list[Item] = []
     tokens = 0
-    for script in scripts:
-        if len(step) >= ranks and tokens + len(script) > budget:
-            yield as_batch(step, context_weight)
+    for item in items:
+        if len(step) >= ranks and tokens + tokens_of(item) > budget:
+            yield step
             step, tokens = [], 0
-        step.append(script)
-        tokens += len(script)
+        step.append(item)
+        tokens += tokens_of(item)
     if len(step) >= ranks:  # a last step too small for every rank is dropped
-        yield as_batch(step, context_weight)
+        yield step
 
 
-def as_batch(scripts: Sequence[Demonstration], context_weight: float) -> Batch:
+def as_batch(scripts: list[Demonstration], context_weight: float) -> Batch:
     """Return a batch in which each script is one long turn after a prompt of one token.
 
     advantage_T is the weight of each token in the loss: 1 if it is written by the model, else context_weight.

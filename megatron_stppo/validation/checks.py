@@ -16,6 +16,7 @@ from megatron_stppo.config.algorithm import ADVANTAGES
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation import lora, megatron_fields, model_folder, serving, vllm_fields
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
+from megatron_stppo.weights.sharding.hf_files import head_of_critic
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 # The files of data.* that a command reads.
@@ -25,6 +26,7 @@ DATA = {
     "replay": (),
     "evaluate": ("evaluate",),
     "cold-start": ("demonstrations",),
+    "cold-start --critic": (),
     "convert": (),
     "audit": (),
     "check-layouts": (),
@@ -43,8 +45,8 @@ def check(config: Config, world_size: int, command: str) -> None:
         check_folder("run.root", config.run.folder)
     for field in data_files(config, command):
         _data_file(f"data.{field}", getattr(config.data, field))
-    if command == "cold-start":
-        check_output(config)
+    if command.startswith("cold-start"):
+        check_output(config, critic=command != "cold-start")
     layout = check_parallel(config, world_size)
     if command in (*ROLLS_OUT, "plan"):
         check_engine(config, world_size)
@@ -111,8 +113,8 @@ def check_folder(field: str, folder: Path) -> None:
     raise ConfigError(f"{field}={folder}: cannot be written, {problem}; name a folder that you may write to")
 
 
-def check_output(config: Config) -> None:
-    """Check cold_start.output. The output may replace an earlier model, but nothing else."""
+def check_output(config: Config, critic: bool = False) -> None:
+    """Check cold_start.output. The output may replace an earlier one of the same kind, but nothing else."""
     output = config.cold_start.output
     if output is None:
         raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
@@ -123,7 +125,10 @@ def check_output(config: Config) -> None:
     if lora.path is not None and output.exists() and output.resolve() == lora.path.resolve():
         raise ConfigError(f"cold_start.output={output}: is model.lora.path; name another folder")
     kind, file = ("an adapter", peft_folder.SETTINGS) if lora.rank else ("a model", "config.json")
-    if output.is_dir() and any(output.iterdir()) and not (output / file).is_file():
+    fits = (output / file).is_file()
+    if critic:
+        kind, fits = "a critic", fits and head_of_critic(output) == "value"
+    if output.is_dir() and any(output.iterdir()) and not fits:
         raise ConfigError(
             f"cold_start.output={output}: is not {kind} folder, and would be replaced; name another folder"
         )

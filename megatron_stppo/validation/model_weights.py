@@ -17,7 +17,7 @@ from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, ModelShape
 TYPES = ("BF16", "F16", "F32", "F64")
 # transformers computes these buffers again, and ignores those of old checkpoints
 BUFFERS = re.compile(r"rotary_emb\.inv_freq")
-# the heads of reward models, which a critic replaces by its own
+# the value head of a critic, and the heads of reward models, which a critic replaces by its own
 OTHER_HEADS = re.compile(r"(score|v_head|classifier)\..*")
 
 
@@ -29,10 +29,9 @@ def check_weights(field: str, folder: Path, shape: ModelShape, critic: bool = Fa
     """
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return
-    where, wanted = f"{field}={folder}", hf_shapes(shape)
+    where, wanted = f"{field}={folder}", hf_shapes(shape, "none" if critic else "vocabulary")
     given = {key: entry for key, entry in entries(folder).items() if not BUFFERS.search(key)}
     if critic:
-        wanted.pop(HEAD, None)
         given = {key: entry for key, entry in given.items() if key != HEAD and not OTHER_HEADS.match(key)}
     elif shape.tied and HEAD in given and EMBEDDING in given:
         _check_tied(where, given)

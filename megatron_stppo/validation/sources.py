@@ -54,6 +54,22 @@ def check_audit(config: Config, run: Path) -> None:
         lora.check(config)
 
 
+def check_pretraining(config: Config, run: Path) -> None:
+    """Raise ConfigError unless the episodes of the folder `run` can train a critic of all weights."""
+    if config.model.lora.rank:
+        raise ConfigError(
+            f"--critic with model.lora.rank={config.model.lora.rank}: the critic shares the actor's weights "
+            "and has no folder of its own; use update.critic_only instead, or set model.lora.rank=0"
+        )
+    if not config.needs_critic:
+        raise ConfigError(
+            f"--critic with algorithm.advantage={config.algorithm.advantage}: there is no critic; choose a "
+            "preset with a critic such as algorithm.preset=st_ppo"
+        )
+    if not any((run / RECORDS["rollouts"]).glob("iteration-*")):
+        raise ConfigError(f"--critic={run}: holds no trajectories/ of a run; record some with `rollout`")
+
+
 def has_start(config: Config) -> bool:
     """Return whether the weights with which a run began can be read."""
     return config.model.lora.path is None or config.model.lora.path.is_dir()

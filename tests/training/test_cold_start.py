@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stppo.config.peft_folder import read_folder
 from megatron_stppo.data.demonstrations import Demonstration
-from megatron_stppo.training.cold_start import as_batch, batches
+from megatron_stppo.training.cold_start import as_batch, by_tokens
 from tests.ranks import run_ranks
 from tests.training import cold_step
 from tests.training.update import layouts
@@ -27,7 +27,7 @@ SCRIPTS = [
 def test_a_step_takes_no_more_tokens_than_allowed_but_one_row_per_rank() -> None:
     def rows(sizes: list[int], budget: int, ranks: int) -> list[int]:
         scripts = [Demonstration((5,) * size, (True,) * size) for size in sizes]
-        return [len(batch.live_N) for batch in batches(scripts, budget, ranks, 1.0)]
+        return [len(step) for step in by_tokens(scripts, len, budget, ranks)]
 
     assert rows([50] * 5, 1, 1) == [1, 1, 1, 1, 1]
     assert rows([50] * 5, 100, 1) == [2, 2, 1]

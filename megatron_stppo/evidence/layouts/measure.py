@@ -25,7 +25,7 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.own import Own
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.training.update.critic_step import critic_step
-from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.hf_write import by_file
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes, fill
 from megatron_stppo.weights.sharding.spans import training_spans
@@ -157,25 +157,24 @@ def _whole(
 ) -> dict[str, Tensor]:
     """Return the trained weights by role and Hugging Face name, on the host of rank 0.
 
-    With adapters these are every A and B. The scalar head of a critic is left out.
+    With adapters these are every A and B, without the scalar head of a critic.
     """
     lora, spec, found = config.model.lora, layer_spec(config), dict[str, Tensor]()
     for role, trainer in trainers.items():
         source = build.named_parameters(trainer.chunks)
-        shapes: Mapping[str, tuple[int, ...]] = hf_shapes(shape)
-        with_head = role != "critic"
-        at_once = [*by_file(shape, next(iter(source.values())).itemsize).values()]
+        head: Head = "value" if role == "critic" else "vocabulary"
+        shapes: Mapping[str, tuple[int, ...]] = hf_shapes(shape, head)
+        at_once = [*by_file(shapes, next(iter(source.values())).itemsize).values()]
         if lora.rank:
             shapes = adapter_shapes(shape, lora.rank, lora.names)
             at_once = [[*shapes]]
         layouts = {
             rank: build.adapters_of_rank(shape, config, mesh.layout, rank)
             if lora.rank
-            else training_spans(shape, mesh.layout, rank, spec=spec, head=with_head)
+            else training_spans(shape, mesh.layout, rank, spec=spec, head=head)
             for rank in range(mesh.world)
         }
         for keys in at_once:
-            wanted = [key for key in keys if with_head or key != HEAD]
-            gathered = gather(source, layouts, shapes, wanted)
+            gathered = gather(source, layouts, shapes, keys)
             found |= {f"{role} {name}": tensor for name, tensor in gathered.items()}
     return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.weights.sharding.hf_files import entries
-from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.spans import whole_spans
 from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans
 
@@ -60,7 +60,7 @@ def _check_finite(folder: Path, read: Sequence[tuple[str, Tensor]]) -> None:
 
 
 @functools.cache
-def weights_digest(folder: Path, shape: ModelShape) -> str:
+def weights_digest(folder: Path, shape: ModelShape, head: Head = "vocabulary") -> str:
     """Return 64 hexadecimal digits: a hash of names, types, shapes and bytes of a folder's tensors. It
     identifies the weights that a run begins with, and that adapters belong to.
 
@@ -68,7 +68,7 @@ def weights_digest(folder: Path, shape: ModelShape) -> str:
     because the weights are read only once. Raises ConfigError if a tensor is missing in the folder or has
     another shape than in a model of this shape.
     """
-    digests, shapes = [], hf_shapes(shape)
+    digests, shapes = [], hf_shapes(shape, head)
     spans = whole_spans(shapes)
     with ExitStack() as stack:
         checkpoint = _Checkpoint(Path(folder), stack)

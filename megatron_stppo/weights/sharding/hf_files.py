@@ -13,6 +13,7 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.weights.sharding.hf_names import VALUE, VALUE_BIAS, Head
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE = 1 << 24  # bytes that are compared at once
@@ -73,6 +74,13 @@ def entries(folder: Path) -> dict[str, Entry]:
     if absent:
         raise ConfigError(f"{folder}: no file has the tensor {absent[0]!r} of {INDEX}; fetch both again")
     return found
+
+
+def head_of_critic(folder: Path) -> Head:
+    """Return "value" if the folder has the value head that `cold-start --critic` writes, else "none"."""
+    given = entries(folder)
+    shapes = [given[key].shape[:1] for key in (VALUE, VALUE_BIAS) if key in given]
+    return "value" if shapes == [(1,), (1,)] else "none"
 
 
 def same_bytes(first: tuple[str, Entry], second: tuple[str, Entry]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.weights.sharding.hf_fields import (
@@ -23,6 +24,9 @@ from megatron_stppo.weights.sharding.hf_fields import (
 )
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+# of a critic: the head of transformers' ForTokenClassification with one label. Reward models have no bias.
+VALUE, VALUE_BIAS = "score.weight", "score.bias"
+Head = Literal["vocabulary", "value", "none"]
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,14 @@ def read_shape(folder: Path) -> ModelShape:
     )
 
 
-def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+def hf_shapes(shape: ModelShape, head: Head = "vocabulary") -> dict[str, tuple[int, ...]]:
     """Return {name: shape} of every tensor of the checkpoint. A tied checkpoint has no lm_head."""
     c, hidden = shape, (shape.hidden,)
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (c.vocab, c.hidden), NORM: hidden}
-    if not c.tied:
+    if head == "vocabulary" and not c.tied:
         shapes[HEAD] = (c.vocab, c.hidden)
+    if head == "value":
+        shapes |= {VALUE: (1, c.hidden), VALUE_BIAS: (1,)}
     rows = {"q_proj": c.heads * c.head_dim, "k_proj": c.kv_heads * c.head_dim}
     rows["v_proj"] = rows["k_proj"]
     for layer in range(c.layers):

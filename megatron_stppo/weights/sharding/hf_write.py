@@ -13,16 +13,16 @@ from torch import Tensor
 
 from megatron_stppo.base.files import replace_folder
 from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE
-from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
 
+Shapes = Mapping[str, tuple[int, ...]]  # of hf_shapes
 FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
 
 
-def by_file(shape: ModelShape, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
-    """Return {file name: its tensors}, in checkpoint order, with up to `limit` bytes per file."""
+def by_file(shapes: Shapes, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
+    """Return {file name: its tensors}, in the order of `shapes`, with up to `limit` bytes per file."""
     groups: list[list[str]] = [[]]
     size = 0
-    for key, dims in hf_shapes(shape).items():
+    for key, dims in shapes.items():
         bytes_ = torch.Size(dims).numel() * itemsize
         if groups[-1] and size + bytes_ > limit:
             groups.append([])
@@ -43,10 +43,10 @@ def write_tensors(
 
 
 def finish(
-    folder: Path, partial: Path, files: Mapping[str, list[str]], shape: ModelShape, itemsize: int
+    folder: Path, partial: Path, files: Mapping[str, list[str]], shapes: Shapes, itemsize: int
 ) -> None:
     if len(files) > 1:
-        total = sum(torch.Size(dims).numel() for dims in hf_shapes(shape).values()) * itemsize
+        total = sum(torch.Size(dims).numel() for dims in shapes.values()) * itemsize
         weight_map = {key: name for name, keys in files.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")

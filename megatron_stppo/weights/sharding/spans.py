@@ -10,7 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, NORM, ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.hf_names import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    VALUE,
+    VALUE_BIAS,
+    Head,
+    ModelShape,
+    hf_shapes,
+)
 from megatron_stppo.weights.sharding.tiles import PADDING, Part, Span, Spans, cut, tile, whole
 
 LayerSpec = Literal["local", "transformer_engine"]  # some weights have different names in the two
@@ -34,14 +43,14 @@ def training_spans(
     rank: int,
     *,
     spec: LayerSpec = "local",
-    head: bool = True,
+    head: Head = "vocabulary",
     tied_copy: bool = False,
 ) -> dict[str, tuple[Span, ...]]:
     """Return the spans of this rank's megatron parameters.
 
-    With several model chunks, names begin with `chunk_prefix`. head=False leaves out the vocabulary head (a
-    critic has its own head). tied_copy=True adds the copy of a tied embedding that megatron keeps on the last
-    of several stages. An import must fill this copy; a reshard or an export reads the first stage's.
+    With several model chunks, names begin with `chunk_prefix`. head: "value" is that of a critic, "none"
+    leaves it out. tied_copy=True adds the copy of a tied embedding that megatron keeps on the last of several
+    stages. An import must fill this copy; a reshard or an export reads the first stage's.
     """
     tensor, stage = (at := layout.coordinates(rank)).tensor, at.pipeline
     padded, spans = shape.padded_vocab(layout.tensor), {}
@@ -59,9 +68,11 @@ def training_spans(
             continue
         spans[prefix + "decoder.final_layernorm.weight"] = whole(NORM, shape.hidden)
         output = prefix + "output_layer.weight"
-        if head and not shape.tied:
+        if head == "value":
+            spans |= {output: whole(VALUE, 1), prefix + "output_layer.bias": whole(VALUE_BIAS, 1)}
+        if head == "vocabulary" and not shape.tied:
             spans[output] = _vocabulary(HEAD, shape, padded, tensor, layout.tensor)
-        if head and shape.tied and tied_copy and layout.pipeline > 1:
+        if head == "vocabulary" and shape.tied and tied_copy and layout.pipeline > 1:
             spans[output] = _vocabulary(EMBEDDING, shape, padded, tensor, layout.tensor)
     return spans
 
@@ -202,9 +213,11 @@ def _mlp(
     }
 
 
-def training_layouts(shape: ModelShape, layout: Layout, *, spec: LayerSpec = "local") -> dict[int, Spans]:
+def training_layouts(
+    shape: ModelShape, layout: Layout, *, spec: LayerSpec = "local", head: Head = "vocabulary"
+) -> dict[int, Spans]:
     """Return {rank: training_spans} of every rank, the source of a reshard or an export."""
-    return {rank: training_spans(shape, layout, rank, spec=spec) for rank in range(layout.world)}
+    return {rank: training_spans(shape, layout, rank, spec=spec, head=head) for rank in range(layout.world)}
 
 
 def serving_layouts(shape: ModelShape, world: int, tensor_size: int) -> dict[int, Spans]:

@@ -125,6 +125,53 @@ def frozen(model: str, folder: str) -> tuple[dict[str, bool], bool]:
     return changed, all(torch.equal(one[name], other[name]) for name in one)
 
 
+def frozen_on(model: str, folder: str, parallel: dict[str, int]) -> None:
+    """Make two updates whose critic has a frozen attention, and write the critic to `folder`/critic."""
+    learner = build(model, folder, parallel, critic={**SETTINGS, "frozen_attention": True})
+    from megatron_stppo.checkpoint.convert import export_hf
+    from megatron_stppo.model.build import named_parameters
+    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.weights.sharding.spans import training_layouts
+
+    for iteration in range(2):  # the value head is 0 in the first step, so that its trunk has no gradient
+        update(learner, score(learner, batch(), iteration), iteration)
+    weights = named_parameters(learner.critic.chunks)
+    layouts = training_layouts(learner.shape, learner.mesh.layout, head="value")
+    export_hf(Path(folder) / "critic", weights, layouts, learner.shape, Path(model), head="value")
+
+
+def begun(model: str, critic: str, folder: str) -> tuple[dict[str, Any], list[str]]:
+    """Build a learner whose critic begins with the folder `critic`, and save it.
+
+    Return the critic's weights, and the errors of the same learner and of one whose critic begins with
+    `model`, when they continue from the checkpoint.
+    """
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.config import Config, ConfigError
+    from megatron_stppo.model.build import named_parameters
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+
+    def learner(path: str | None) -> Any:
+        config = Config.model_validate(
+            {"model": {"path": model, "critic_path": path}, "run": {"root": folder}}
+        )
+        mesh = groups.replace(config.parallel)
+        return build_learner(config, read_shape(Path(model)), mesh, torch.float32)
+
+    first, errors = learner(critic), []
+    for path in (critic, None):
+        try:
+            learner(path).check_beginning(first.beginning)
+            errors.append("")
+        except ConfigError as error:
+            errors.append(str(error))
+    return {name: p.detach().numpy() for name, p in named_parameters(first.critic.chunks).items()}, errors
+
+
 def without_clipping(model: str, folder: str, algorithm: dict[str, Any]) -> dict[str, Any]:
     """Make an update with an algorithm that clips nothing. Return its row."""
     learner = build(model, folder, algorithm=algorithm)

@@ -48,7 +48,7 @@ def test_a_rank_gets_its_rows_from_one_file_or_several_and_zeros_for_padding(tmp
 
 def test_rows_are_cast_to_the_parameters_type_and_a_value_head_is_kept(tmp_path):
     save_file(checkpoint(SHAPE), tmp_path / "model.safetensors")
-    spans = training_spans(SHAPE, Layout(), 0, head=False)
+    spans = training_spans(SHAPE, Layout(), 0, head="none")
     parameters = blank(spans, WIDTHS, torch.bfloat16) | {"output_layer.weight": torch.full((1, 8), 5.0)}
     load_hf(tmp_path, spans, parameters, keep={"output_layer.weight"})
     assert parameters["decoder.final_layernorm.weight"].dtype == torch.bfloat16

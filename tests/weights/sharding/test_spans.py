@@ -66,7 +66,7 @@ def test_the_last_stages_copy_of_a_tied_embedding_is_filled_by_an_import_and_nev
 
 
 def test_a_critic_has_its_own_head():
-    assert "output_layer.weight" not in training_spans(model_shape(), Layout(), 0, head=False)
+    assert "output_layer.weight" not in training_spans(model_shape(), Layout(), 0, head="none")
 
 
 def test_transformer_engine_keeps_the_norms_in_the_linear_layers():
