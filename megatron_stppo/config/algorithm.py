@@ -12,7 +12,7 @@ from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config.section import Section
 
 Factor = Annotated[float, Field(ge=0)]
-ADVANTAGES = ("gae", "group", "group_mean")
+ADVANTAGES = ("gae", "group", "group_mean", "kl")
 INSTEAD_OF_CLIPPING = ("ratio", "probability")  # values of `select`
 LOSSES = ("cispo", "gspo_token")  # the names in algorithm/losses.py, which imports torch
 
@@ -114,7 +114,8 @@ class AlgorithmConfig(Section):
     advantage: str = Field(
         "gae",
         description="gae: with a critic; group: (outcome - group mean) / group deviation; group_mean: "
-        "outcome - group mean; or MODULE:FUNCTION (docs/algorithms.md)",
+        "outcome - group mean; kl: minus the KL penalties of the token and, discounted by gamma, of those "
+        "after it, without the environment's rewards; or MODULE:FUNCTION (docs/algorithms.md)",
     )
     loss: str | None = Field(
         None,
@@ -125,7 +126,7 @@ class AlgorithmConfig(Section):
     gae_observations: bool = Field(
         False, description="include observations in GAE and in the value loss, as Search-R1 does"
     )
-    gamma: float = Field(1.0, gt=0, le=1, description="discount per step of GAE")
+    gamma: float = Field(1.0, ge=0, le=1, description="discount per step of GAE, and of advantage=kl")
     lam: float = Field(1.0, ge=0, le=1, description="lambda of GAE")
     lam_critic: float | None = Field(
         None, ge=0, le=1, description="lambda of the critic's returns; null: that of the advantages"
@@ -306,6 +307,15 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"gae_observations=True with advantage={self.advantage!r} and gae_level={self.gae_level!r}; "
                 "only token-level GAE includes observations, choose 'gae' and 'token'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantage_kl_has_penalties(self) -> AlgorithmConfig:
+        if self.advantage == "kl" and (self.kl_in != "reward" or self.kl_coefficient == 0):
+            raise ValueError(
+                f"advantage='kl' with kl_in={self.kl_in} and kl_coefficient={self.kl_coefficient}: the KL "
+                "penalties of the reward are all that it has; set kl_in=reward and a kl_coefficient such as 1"
             )
         return self
 

@@ -63,6 +63,11 @@ class ModelConfig(Section):
     critic_path: Path | None = Field(
         None, description="Hugging Face folder of the critic's initial trunk; default: path"
     )
+    reference_path: Path | None = Field(
+        None,
+        description="Hugging Face folder of the frozen reference of the KL penalty, such as a teacher; its "
+        "size may differ, its tokens may not; default: path",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"
     )

@@ -45,16 +45,18 @@ def _over_actions(
     batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
 ) -> Batch:
     in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
-    reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     if algorithm.advantage != "gae":
         # Only the environment's outcomes are normalised. If the KL penalty were normalised too, a group of
         # equal outcomes would get advantages of size 1 from the penalty's noise. The penalties of a token and
         # of the later tokens of its trajectory are subtracted afterwards, as in GAE with gamma = lam = 1.
         advantage_N = _of_outcomes(batch, algorithm, group_N, own)
-        penalty_T = (reward_T - batch.reward_T).float()
-        to_come_T, _ = token_level(penalty_T, torch.zeros_like(penalty_T), batch.action_offsets, 1.0, 1.0)
-        advantage_T = spread(advantage_N, batch.action_offsets, len(reward_T)) + to_come_T.float()
+        without = replace(batch, reward_T=torch.zeros_like(batch.reward_T))
+        penalty_T = with_kl_penalty(without, in_reward, algorithm.kl_estimator)
+        gamma = algorithm.gamma if algorithm.advantage == "kl" else 1.0
+        to_come_T, _ = token_level(penalty_T, without.reward_T, batch.action_offsets, gamma, 1.0)
+        advantage_T = spread(advantage_N, batch.action_offsets, len(penalty_T)) + to_come_T.float()
         return replace(batch, advantage_T=advantage_T.masked_fill(~batch.live_T, 0).float())
+    reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     advantage_T, return_T = _gae(batch, reward_T, algorithm)
     dead_T = ~batch.live_T
     advantage_T, return_T = advantage_T.masked_fill(dead_T, 0), return_T.masked_fill(dead_T, 0)
@@ -66,7 +68,7 @@ def _over_actions(
 def has_signal(
     batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
 ) -> bool:
-    """Return whether the environment's rewards differ between live trajectories.
+    """Return whether the environment's rewards differ between live trajectories; True if they do not count.
 
     For GAE all trajectories of the batch are compared, for group advantages only those of the same group.
     Without such a difference, the actor's gradient contains only entropy bonus, KL penalty and the critic's
@@ -78,6 +80,8 @@ def has_signal(
     if algorithm.advantage == "gae":
         discounted = algorithm.gamma < 1 and bool(batch.reward_T[batch.live_T].any())
         return discounted or _rewards_vary(batch)
+    if algorithm.advantage == "kl":
+        return True
     return bool(_of_outcomes(batch, algorithm, group_N, own).any())
 
 
@@ -86,6 +90,8 @@ def _of_outcomes(
 ) -> Tensor:
     """Return the advantage of each trajectory, float64 [N]; 0 for failed ones."""
     outcome_N, live_N, first_N = outcomes(batch.reward_T, batch.action_offsets), batch.live_N, batch.first_N
+    if algorithm.advantage == "kl":
+        return torch.zeros_like(outcome_N)
     if own is None:
         return group_relative(outcome_N, group_N, live_N, algorithm.advantage == "group", first_N)
     counted_N = live_N if first_N is None else live_N & first_N

@@ -91,7 +91,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
             row |= guard.look(number, row, batch, group_N, hold)
         metrics.log(number, row)
     learner.load_for("checkpoint")
-    state = {"iteration": done[-1], "begun_with": learner.begun_with} | guard.state()
+    state = {"iteration": done[-1]} | learner.beginning | guard.state()
     saver.save(done[-1], learner.trainers, state)
     saver.finish()
     metrics.close()

@@ -54,6 +54,8 @@ def check(config: Config, world_size: int, command: str) -> None:
         _resample(config)
     if command in ("train", "plan"):
         _batches(config, layout)
+    if command in ("train", "replay", "plan"):
+        model_folder.check_reference(config, layout, tokenizers=command != "plan")
     if command == "train":
         check_reporters(config)
     refused = old_logprob.refusal(config.update, config.algorithm)
@@ -279,10 +281,11 @@ def _check_profile(config: Config) -> None:
 def _resample(config: Config) -> None:
     """Check that a group without variance is one without a learning signal."""
     rollout, advantage = config.rollout, config.algorithm.advantage
-    if rollout.resample and advantage == "gae":
+    if rollout.resample and advantage in ("gae", "kl"):
         raise ConfigError(
-            f"rollout.resample={rollout.resample} with algorithm.advantage=gae: a group of equal rewards has "
-            "advantages there; set rollout.resample=0, or a preset with groups such as algorithm.preset=grpo"
+            f"rollout.resample={rollout.resample} with algorithm.advantage={advantage}: a group of equal "
+            "rewards has advantages there; set rollout.resample=0, or a preset with groups such as "
+            "algorithm.preset=grpo"
         )
     if rollout.resample and config.algorithm.truncated == "mask":
         raise ConfigError(
