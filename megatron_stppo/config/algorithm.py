@@ -126,6 +126,12 @@ class AlgorithmConfig(Section):
     gae_observations: bool = Field(
         False, description="include observations in GAE and in the value loss, as Search-R1 does"
     )
+    gae_histories: Literal["alone", "discounted", "chained"] = Field(
+        "alone",
+        description="an agent's episode of several histories. alone: each ends with the reward; discounted: "
+        "and its advantages are multiplied by (gamma lambda)^n, for n steps of GAE in the episode's later "
+        "histories; chained: they are one trajectory, one after another, that ends with the reward",
+    )
     gamma: float = Field(1.0, ge=0, le=1, description="discount per step of GAE, and of advantage=kl")
     lam: float = Field(1.0, ge=0, le=1, description="lambda of GAE")
     lam_critic: float | None = Field(
@@ -307,6 +313,16 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"gae_observations=True with advantage={self.advantage!r} and gae_level={self.gae_level!r}; "
                 "only token-level GAE includes observations, choose 'gae' and 'token'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _histories_have_steps(self) -> AlgorithmConfig:
+        if self.gae_histories != "alone" and (self.advantage != "gae" or self.gae_observations):
+            raise ValueError(
+                f"gae_histories={self.gae_histories!r} with advantage={self.advantage!r} and "
+                f"gae_observations={self.gae_observations}: it is for GAE over action tokens; set "
+                "gae_histories=alone, or advantage=gae and gae_observations=false"
             )
         return self
 

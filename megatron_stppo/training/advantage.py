@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.baselines import group_relative, whitened
-from megatron_stppo.algorithm.gae import Lambda, of_length, token_level, turn_level
+from megatron_stppo.algorithm.gae import Lambda, later_steps, of_length, token_level, turn_level
 from megatron_stppo.algorithm.own import OwnAdvantage
-from megatron_stppo.algorithm.ratio import spread
+from megatron_stppo.algorithm.ratio import episode_offsets, spread
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.observed import action_rows, with_observations
@@ -106,30 +106,58 @@ def _of_outcomes(
 def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     if batch.value_T is None:
         raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
+    offsets, cut_N = batch.action_offsets, batch.cut_N
+    first_N = batch.first_N if algorithm.gae_histories != "alone" else None
+    chained = first_N is not None and algorithm.gae_histories == "chained"
+    if chained:
+        reward_T = _rewarded_once(reward_T, batch)
+        offsets, cut_N = episode_offsets(offsets, first_N), None if cut_N is None else cut_N[first_N]
     of_level = partial(turn_level, turn_offsets=batch.turn_offsets)
     level = partial(
         of_level if algorithm.gae_level == "turn" else token_level,
         reward_T.float(),
         batch.value_T,
-        trajectory_offsets=batch.action_offsets,
+        trajectory_offsets=offsets,
         gamma=algorithm.gamma,
-        cut_N=batch.cut_N if algorithm.truncated == "bootstrap" else None,
+        cut_N=cut_N if algorithm.truncated == "bootstrap" else None,
     )
-    advantage_T, return_T = level(lam=_lambda(batch, algorithm))
+    lam = _lambda(batch, algorithm, first_N)
+    if first_N is not None and not chained and isinstance(lam, Tensor):
+        lam = lam[first_N.cumsum(0) - 1]
+    advantage_T, return_T = level(lam=lam)
     if algorithm.lam_critic is not None:
         _, return_T = level(lam=algorithm.lam_critic)
+    if first_N is not None and not chained:
+        later_N = later_steps(_steps(batch, algorithm), first_N).double()
+        advantage_T = advantage_T * spread((algorithm.gamma * lam) ** later_N, offsets, len(advantage_T))
     return advantage_T.float(), return_T.float()
 
 
-def _lambda(batch: Batch, algorithm: AlgorithmConfig) -> Lambda:
-    """Return the lambda of the advantages: one, or one per trajectory, by the number of its steps of GAE."""
+def _rewarded_once(reward_T: Tensor, batch: Batch) -> Tensor:
+    """Return the rewards without the environment's at the end of each history that another of its episode
+    follows: every history has the reward of the episode there."""
+    assert batch.first_N is not None
+    goes_on_N = ~batch.first_N.roll(-1) & (batch.action_offsets.diff() > 0)  # an episode begins the batch
+    last = batch.action_offsets[1:][goes_on_N] - 1
+    return reward_T.index_add(0, last, -batch.reward_T[last])
+
+
+def _lambda(batch: Batch, algorithm: AlgorithmConfig, first_N: Tensor | None) -> Lambda:
+    """Return the lambda of the advantages: one, or one per episode, by the number of its steps of GAE.
+
+    first_N: the first history of each episode; None: every trajectory counts as one.
+    """
     if algorithm.lam_length is None:
         return algorithm.lam
-    offsets = batch.action_offsets
-    if algorithm.gae_level == "turn":
-        starts = batch.turn_offsets[:-1][batch.turn_offsets.diff() > 0]
-        offsets = torch.searchsorted(starts, offsets)
-    return of_length(offsets, algorithm.lam_length)
+    return of_length(episode_offsets(_steps(batch, algorithm), first_N), algorithm.lam_length)
+
+
+def _steps(batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
+    """Return the offsets of the trajectories in steps of GAE, int64 [N+1]."""
+    if algorithm.gae_level == "token":
+        return batch.action_offsets
+    starts = batch.turn_offsets[:-1][batch.turn_offsets.diff() > 0]
+    return torch.searchsorted(starts, batch.action_offsets)
 
 
 def _rewards_vary(batch: Batch) -> bool:
