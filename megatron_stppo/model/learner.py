@@ -49,10 +49,11 @@ class Learner:
     def beginning(self) -> dict[str, str]:
         """What the state of a checkpoint has of the weights of version 0 and of the KL reference: hashes of
         model.path and, if it is given, of model.reference_path. Collective."""
-        begun, path = {"begun_with": weights_digest(self.config.model.path, self.shape)}, self.config.model
-        if path.reference_path is None:
+        model = self.config.model
+        begun = {"begun_with": weights_digest(model.path, self.shape)}
+        if model.reference_path is None:
             return begun
-        return begun | {"reference": weights_digest(path.reference_path, self.reference_shape)}
+        return begun | {"reference": weights_digest(model.reference_path, self.reference_shape)}
 
     def check_beginning(self, state: Mapping[str, Any]) -> None:
         """Raise ConfigError if the run of a checkpoint with this state began with other weights than those of
