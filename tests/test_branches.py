@@ -5,7 +5,9 @@ The episode: the agent asks (1, 2), gets 7, 8; asks (1, 3), gets 9; and goes on 
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -13,7 +15,8 @@ import torch
 
 from megatron_stppo.algorithm.baselines import group_relative
 from megatron_stppo.base.errors import TooManyFailures
-from megatron_stppo.base.types import Branch, Task, Trajectory, Turn
+from megatron_stppo.base.types import Batch, Branch, Outcome, Task, Trajectory, Turn
+from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.environments.base import Request, StepResult
 from megatron_stppo.observe.describe import describe_rollouts
@@ -25,6 +28,7 @@ from megatron_stppo.rollout.episodes.environment_host import Answer
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.failures import FailureLimit
 from megatron_stppo.rollout.vllm.generation import Finished
+from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.update.minibatches import minibatches
 
 TASK = Task("t", (), ("a",), "train", 4)
@@ -68,6 +72,88 @@ def test_group_statistics_are_over_episodes_and_hold_for_every_history() -> None
     scaled = group_relative(outcome_N, group_N, batch.live_N, True, batch.first_N)
     assert scaled.tolist() == pytest.approx([1, 1, -1], abs=1e-6)
     assert to_batch([one]).first_N is None
+
+
+def with_values(trajectories: list[Trajectory], value_T: torch.Tensor) -> Batch:
+    return replace(to_batch(trajectories), value_T=value_T)
+
+
+def gae(batch: Batch, **settings: object) -> Batch:
+    given = {"preset": "ppo", "kl_coefficient": 0, "whiten": False} | settings
+    return estimate(batch, AlgorithmConfig(**given), torch.zeros(len(batch.live_N)))
+
+
+def test_earlier_histories_get_the_reward_times_gamma_lambda_to_the_power_of_later_steps() -> None:
+    """Histories of 3 and 1 tokens with the reward 1, then an episode of 1 token with the reward 2."""
+    one = Trajectory(TASK, (1,), (Turn((2,), (-0.5,), (), 2.0, ((3, 1),)),), "ok", group=6)
+    batch = with_values([*played().histories(), one], torch.tensor([0.5, 0.0, 0.25, 0.75, 0.5]))
+    half = {"gamma": 0.5}
+    # alone: deltas (-0.5, 0.125, 0.75), (0.25) and (1.5)
+    alone = [-0.5 + 0.5 * (0.125 + 0.5 * 0.75), 0.125 + 0.5 * 0.75, 0.75, 0.25, 1.5]
+    assert gae(batch, **half).advantage_T.tolist() == alone
+    found = gae(batch, **half, gae_histories="discounted")
+    assert found.advantage_T.tolist() == [*(a / 2 for a in alone[:3]), *alone[3:]], "1 token follows"
+    assert found.return_T.tolist() == gae(batch, **half).return_T.tolist()
+    # chained: the rewards are 0, 0, 0, 1, and 0.75 follows the third token: its delta is 0.375 - 0.25
+    third = 0.125 + 0.5 * 0.25
+    expected = [-0.5 + 0.5 * (0.125 + 0.5 * third), 0.125 + 0.5 * third, third, 0.25, 1.5]
+    assert gae(batch, **half, gae_histories="chained").advantage_T.tolist() == expected
+    # of turns, the first history has 2 (7, 8 and 5) and the second 1: deltas (-0.375, 0.75), (0.25)
+    turns = gae(batch, **half, gae_level="turn", gae_histories="discounted").advantage_T.tolist()
+    assert turns == [0.0, 0.0, 0.375, 0.25, 1.5]
+    # lambda follows the length of the episode: 1 - 1 / (0.5 * 4) = 1/2, of the other episode 0
+    given = {"lam_length": 0.5, "gae_histories": "discounted"}
+    last = gae(batch, **given).advantage_T.tolist()[2:]
+    assert last == [0.75 / 2, 0.25, 1.5]
+
+
+@pytest.mark.parametrize("level", ["token", "turn"])
+@pytest.mark.parametrize("truncated", [False, True])
+@pytest.mark.parametrize(
+    ("histories", "settings", "worth"),
+    [
+        ("chained", {"gamma": 0.9, "lam": 0.8}, 1.0),
+        ("chained", {"gamma": 0.9, "lam_length": 1.5, "lam_critic": 0.5}, 1.0),
+        ("discounted", {}, 1.0),
+        ("discounted", {"gamma": 0.9, "lam": 0.8}, 0.0),  # CompactionRL, equation 15, if all values are 0
+        ("discounted", {"gamma": 0.9, "lam_length": 1.5}, 0.0),
+    ],
+)
+def test_an_episode_that_is_cut_into_histories_has_the_advantages_of_the_whole(
+    histories: str, settings: dict[str, float], worth: float, truncated: bool, level: str
+) -> None:
+    draw = random.Random(1)
+    whole, cut = [], []
+    for number in range(7):
+        sizes = [draw.randint(1, 4) for _ in range(draw.randint(1, 6))]
+        turns = [Turn((5,) * n, (-0.5,) * n, (6, 6), 0.0, ((3, n),)) for n in sizes]
+        turns[-1] = replace(turns[-1], reward=draw.random())
+        outcome: Outcome = "truncated" if truncated and number % 2 else "ok"
+        whole.append(Trajectory(TASK, (1, 2), tuple(turns), outcome))
+        ends = sorted({len(turns), *(draw.randint(1, len(turns)) for _ in range(2))})
+        parts = [tuple(turns[a:b]) for a, b in pairwise([0, *ends])]
+        parts = [(*part[:-1], replace(part[-1], reward=turns[-1].reward)) for part in parts]
+        branches = tuple(Branch((1, 9), part) for part in parts[1:])
+        cut += replace(whole[-1], turns=parts[0], branches=branches).histories()
+    value_T = worth * torch.rand(whole_tokens(whole), generator=torch.Generator().manual_seed(0))
+    given = settings | {"gae_level": level, "gae_histories": histories}
+    if histories == "chained":
+        given["truncated"] = "bootstrap"
+    one, several = (gae(with_values(trajectories, value_T), **given) for trajectories in (whole, cut))
+    assert len(several.live_N) > len(one.live_N) == 7
+    torch.testing.assert_close(several.advantage_T, one.advantage_T, rtol=0, atol=1e-6)
+    if histories == "chained":
+        torch.testing.assert_close(several.return_T, one.return_T, rtol=0, atol=1e-6)
+
+
+def whole_tokens(trajectories: list[Trajectory]) -> int:
+    return sum(len(turn.token_ids) for t in trajectories for turn in t.turns)
+
+
+def test_histories_are_discounted_or_chained_by_gae_over_action_tokens_only() -> None:
+    for other in ({"preset": "grpo"}, {"gae_observations": True}):
+        with pytest.raises(ValueError, match="it is for GAE over action tokens; set gae_histories=alone"):
+            AlgorithmConfig(gae_histories="chained", **other)
 
 
 def test_metrics_count_an_episode_once_and_all_its_turns() -> None:

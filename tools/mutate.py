@@ -35,10 +35,11 @@ STEPS = ("applied", "rates", "faults", "layouts::test_turns_leave_the_surrogate_
 # Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`. Left out are
 # algorithm/variants.py, a table of settings, and algorithm/own.py, whose numbers are a test's.
 SOURCES = {
-    **{f"algorithm/{name}": [f"algorithm/{name}"] for name in ("aggregation", "correction", "gae", "rate")},
+    **{f"algorithm/{name}": [f"algorithm/{name}"] for name in ("aggregation", "correction", "rate")},
+    "algorithm/gae": ["algorithm/gae", "branches"],
     "algorithm/baselines": ["algorithm/baselines", "training/advantage", "training/turn_credit", "branches"],
     "algorithm/penalties": ["algorithm/penalties"],
-    "algorithm/ratio": ["algorithm/ratio", "algorithm/surrogate"],
+    "algorithm/ratio": ["algorithm/ratio", "algorithm/surrogate", "algorithm/aggregation"],
     "algorithm/selection": ["algorithm/selection"],
     "algorithm/step_memory": ["algorithm/correction", "algorithm/rate"],
     "algorithm/surrogate": ["algorithm/surrogate"],

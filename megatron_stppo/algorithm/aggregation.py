@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.ratio import segment_sum, spread
-
-ENDS = torch.ones(1, dtype=torch.bool)  # the end of the last episode
+from megatron_stppo.algorithm.ratio import episode_offsets, segment_sum, spread
 
 Aggregation = Literal[
     "token_mean",
@@ -60,9 +57,9 @@ def token_weights(
     if kind == "turn_mean":
         return (live / _length(live, turn_offsets) / turns).float()
     if kind == "episode_mean":
-        begins = action_offsets if first_N is None else action_offsets[torch.cat([first_N, ENDS])]
-        episodes = (segment_sum(live, begins) > 0).sum().clamp(min=1)
-        return (live / _length(live, begins) / episodes).float()
+        offsets = episode_offsets(action_offsets, first_N)
+        episodes = (segment_sum(live, offsets) > 0).sum().clamp(min=1)
+        return (live / _length(live, offsets) / episodes).float()
     if kind == "sequence_mean_token_mean":
         return (live / _length(live, action_offsets) / trajectories).float()
     if kind == "sequence_mean_token_sum":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.ratio import segment_sum, spread
+from megatron_stppo.algorithm.ratio import episode_offsets, segment_sum, spread
 
 Lambda = float | Tensor  # one, or one per trajectory, float64 [N]
 
@@ -78,6 +78,15 @@ def turn_level(
     advantage_S, return_S = token_level(reward_S, value_T[start_S], offsets_S, gamma, lam, cut_N)
     total = len(reward_T)
     return spread(advantage_S, turn_offsets, total), spread(return_S, turn_offsets, total)
+
+
+def later_steps(offsets: Tensor, first_N: Tensor) -> Tensor:
+    """Return the number of steps in the later histories of its episode, for each history, int64 [N].
+
+    Source: N_{>s} in CompactionRL, arXiv 2607.05378, equation 14.
+    Example: histories of 2, 3 and 1 steps, of which the first two are of one episode: (3, 0, 0).
+    """
+    return episode_offsets(offsets, first_N)[1:][first_N.cumsum(0) - 1] - offsets[1:]
 
 
 def _remaining(offsets: Tensor, total: int) -> Tensor:

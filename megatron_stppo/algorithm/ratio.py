@@ -61,6 +61,14 @@ def spread(value_S: Tensor, offsets: Tensor | None, total: int) -> Tensor:
     return value_S.repeat_interleave(offsets.diff(), output_size=total)
 
 
+def episode_offsets(offsets: Tensor, first_N: Tensor | None) -> Tensor:
+    """Return the offsets of the episodes, from those of the trajectories.
+
+    first_N: bool [N], the trajectories that begin an episode; None: all. The others of an episode follow it.
+    """
+    return offsets if first_N is None else torch.cat([offsets[:-1][first_N], offsets[-1:]])
+
+
 def segment_ratio(
     logprob_T: Tensor, old_logprob_T: Tensor, offsets: Tensor | None, pooling: Pooling = "mean"
 ) -> tuple[Tensor, Tensor]:

@@ -168,6 +168,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "advantage": "group_mean",
         "aggregation": "sequence_mean_token_sum",
     },
+    # on-policy distillation: minus the KL to the reference, model.reference_path, of each token by itself
+    "distil": {
+        "segments": "token",
+        "correction": "off",
+        "rate": "constant",
+        "advantage": "kl",
+        "gamma": 0.0,
+        "kl_coefficient": 1.0,
+        "entropy_coefficient": 0.0,
+    },
     "mini_rl": {
         "segments": "token",
         "correction": "off",

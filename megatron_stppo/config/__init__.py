@@ -127,6 +127,15 @@ class Config(Section):
         return self.algorithm.kl_coefficient > 0
 
     @property
+    def of_reference(self) -> Config:
+        """The configuration that the reference is built with: without adapters, and with
+        model.reference_path as model.path, if it is given."""
+        if self.model.reference_path is None:
+            return self
+        changed = {"path": self.model.reference_path, "lora": LoraConfig()}
+        return self.model_copy(update={"model": self.model.model_copy(update=changed)})
+
+    @property
     def replays_rollout(self) -> bool:
         """Whether the trainer uses the experts that the engine chose."""
         return self.algorithm.routing_replay == "rollout"

@@ -12,7 +12,8 @@ from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config.section import Section
 
 Factor = Annotated[float, Field(ge=0)]
-ADVANTAGES = ("gae", "group", "group_mean", "group_turn", "gigpo")
+GROUPED = ("group", "group_mean", "group_turn", "gigpo")  # they compare the episodes of a task
+ADVANTAGES = ("gae", "kl", *GROUPED)
 INSTEAD_OF_CLIPPING = ("ratio", "probability")  # values of `select`
 LOSSES = ("cispo", "gspo_token", "topr")  # the names in algorithm/losses.py, which imports torch
 
@@ -119,8 +120,9 @@ class AlgorithmConfig(Section):
         "gae",
         description="gae: with a critic; group: (outcome - group mean) / group deviation; group_mean: "
         "outcome - group mean; group_turn: as group, of the return of each turn among turns with the same "
-        "index; gigpo: group, plus turn_weight times the same of turns that begin in the same state; or "
-        "MODULE:FUNCTION (docs/algorithms.md)",
+        "index; gigpo: group, plus turn_weight times the same of turns that begin in the same state; kl: "
+        "minus the KL penalties of the token and, discounted by gamma, of those after it, without the "
+        "environment's rewards; or MODULE:FUNCTION (docs/algorithms.md)",
     )
     turn_weight: float = Field(
         1.0, gt=0, description="weight of the turns' part of advantage=gigpo (omega of GiGPO)"
@@ -134,8 +136,17 @@ class AlgorithmConfig(Section):
     gae_observations: bool = Field(
         False, description="include observations in GAE and in the value loss, as Search-R1 does"
     )
+    gae_histories: Literal["alone", "discounted", "chained"] = Field(
+        "alone",
+        description="an agent's episode of several histories. alone: each ends with the reward; discounted: "
+        "and its advantages are multiplied by (gamma lambda)^n, for n steps of GAE in the episode's later "
+        "histories; chained: they are one trajectory, one after another, that ends with the reward",
+    )
     gamma: float = Field(
-        1.0, gt=0, le=1, description="discount per step of GAE; with group_turn and gigpo, per turn"
+        1.0,
+        ge=0,
+        le=1,
+        description="discount per step of GAE, and of advantage=kl; with group_turn and gigpo, per turn",
     )
     lam: float = Field(1.0, ge=0, le=1, description="lambda of GAE")
     lam_critic: float | None = Field(
@@ -335,6 +346,25 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"gae_observations=True with advantage={self.advantage!r} and gae_level={self.gae_level!r}; "
                 "only token-level GAE includes observations, choose 'gae' and 'token'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _histories_have_steps(self) -> AlgorithmConfig:
+        if self.gae_histories != "alone" and (self.advantage != "gae" or self.gae_observations):
+            raise ValueError(
+                f"gae_histories={self.gae_histories!r} with advantage={self.advantage!r} and "
+                f"gae_observations={self.gae_observations}: it is for GAE over action tokens; set "
+                "gae_histories=alone, or advantage=gae and gae_observations=false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _advantage_kl_has_penalties(self) -> AlgorithmConfig:
+        if self.advantage == "kl" and (self.kl_in != "reward" or self.kl_coefficient == 0):
+            raise ValueError(
+                f"advantage='kl' with kl_in={self.kl_in} and kl_coefficient={self.kl_coefficient}: the KL "
+                "penalties of the reward are all that it has; set kl_in=reward and a kl_coefficient such as 1"
             )
         return self
 

@@ -65,6 +65,11 @@ class ModelConfig(Section):
         description="Hugging Face folder with which the critic begins, also its value head if "
         "`cold-start --critic` has written the folder; default: path",
     )
+    reference_path: Path | None = Field(
+        None,
+        description="Hugging Face folder of the frozen reference of the KL penalty, such as a teacher; its "
+        "size may differ, its tokens may not; default: path",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from megatron_stppo.model.token_model import TokenModel, frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
 from megatron_stppo.weights.sharding.hf_files import head_of_critic
-from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 
 @dataclass
@@ -41,32 +41,45 @@ class Learner:
         given = {"actor": self.actor, "critic": self.critic}
         return {role: trainer for role, trainer in given.items() if trainer is not None}
 
-    @property
-    def begun_with(self) -> str:
-        """The hash of the weights in model.path, which are those of version 0 and of the KL reference."""
-        return weights_digest(self.config.model.path, self.shape)
+    @cached_property
+    def reference_shape(self) -> ModelShape:
+        """The shape of the KL reference, also if it is not built."""
+        return _reference_shape(self.config, self.shape)
 
-    @property
+    @cached_property
     def beginning(self) -> dict[str, str]:
-        """What a checkpoint records of the weights that its run began with. Collective in the first call."""
-        path = self.config.model.critic_path if self.config.needs_critic else None
-        critic = "" if path is None else weights_digest(path, self.shape, head_of_critic(path))
-        return {"begun_with": self.begun_with, "critic_begun_with": critic}
+        """What the state of a checkpoint has of the weights that the run began with and of the KL reference:
+        hashes of model.path, of model.critic_path ("" without one) and, if given, of model.reference_path.
+        Collective."""
+        model, shape = self.config.model, self.shape
+        begun = {"begun_with": weights_digest(model.path, shape), "critic_begun_with": ""}
+        if self.config.needs_critic and (path := model.critic_path) is not None:
+            begun["critic_begun_with"] = weights_digest(path, shape, head_of_critic(path))
+        if model.reference_path is not None:
+            begun["reference"] = weights_digest(model.reference_path, self.reference_shape)
+        return begun
 
     def check_beginning(self, state: Mapping[str, Any]) -> None:
         """Raise ConfigError if the run of a checkpoint with this state began with other weights than those of
-        model.path, or its critic with others than those of model.critic_path. Checkpoints of converted models
-        do not record them."""
-        now = self.beginning
+        model.path, or its critic with others than those of model.critic_path, or had another KL reference.
+        Checkpoints of converted models do not record them."""
+        model, now = self.config.model, self.beginning
+        begun = now["begun_with"]
         if state.get("critic_begun_with", now["critic_begun_with"]) != now["critic_begun_with"]:
             raise ConfigError(
-                f"model.critic_path={self.config.model.critic_path}: the run's critic began with "
-                "other weights; give the folder that it began with (null if none), or another run.name"
+                f"model.critic_path={model.critic_path}: the run's critic began with other weights; give the "
+                "folder that it began with (null if none), or another run.name"
             )
-        if state.get("begun_with", self.begun_with) != self.begun_with:
+        if state.get("begun_with", begun) != begun:
             raise ConfigError(
-                f"model.path={self.config.model.path}: holds other weights than those that the run began "
+                f"model.path={model.path}: holds other weights than those that the run began "
                 "with, which are its KL reference and its version 0; give that model, or another run.name"
+            )
+        before = state.get("reference", state.get("begun_with"))
+        if self.reference is not None and before not in (None, now.get("reference", begun)):
+            raise ConfigError(
+                f"model.reference_path={model.reference_path}: holds other weights than the KL reference "
+                "that the run began with; give that model, or another run.name"
             )
 
     def load_for(self, phase: Phase) -> None:
@@ -76,7 +89,8 @@ class Learner:
     def head(self, model: Sequence[torch.nn.Module]) -> PolicyHead:
         """Return the head that computes log-probs from the last layer of actor or reference."""
         on_gpu = torch.cuda.is_available()
-        return PolicyHead.configured(model, self.mesh, self.shape.vocab, self.config, on_gpu)
+        shape = self.reference_shape if model is self.reference else self.shape
+        return PolicyHead.configured(model, self.mesh, shape.vocab, self.config, on_gpu)
 
 
 def build_learner(
@@ -85,7 +99,7 @@ def build_learner(
     """Build the models of this rank. Collective.
 
     `training=False` leaves optimizers, critic and reference out. With adapters, critic and reference share
-    the actor's frozen weights.
+    the actor's frozen weights, except a reference of model.reference_path.
     """
     actor = critic = reference = None
     if training:
@@ -97,7 +111,9 @@ def build_learner(
     if training and config.needs_critic:
         critic = build.trainer("critic", shape, config, mesh, dtype, trunk)
     if training and config.needs_reference:
-        reference = build.from_hf("reference", shape, config, mesh, dtype, trunk)
+        of = config.of_reference
+        shared = trunk if of is config else None
+        reference = build.from_hf("reference", _reference_shape(config, shape), of, mesh, dtype, shared)
     trainers = {role: t for role, t in (("actor", actor), ("critic", critic)) if t is not None}
     offloader = Offloader(trainers, reference, config.update.offload, partial(frozen, trunk or ()))
     packer = Packer.of(config, shape, mesh)
@@ -105,3 +121,7 @@ def build_learner(
     if training:  # kept: when a checkpoint is saved, the folders can be away
         _ = learner.beginning
     return learner
+
+
+def _reference_shape(config: Config, shape: ModelShape) -> ModelShape:
+    return shape if config.of_reference is config else read_shape(config.of_reference.model.path)

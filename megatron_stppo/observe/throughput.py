@@ -9,7 +9,7 @@ import torch
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import Config
 from megatron_stppo.model.flop import adapters, forward, training
-from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 # Dense bfloat16 FLOP per second by the driver's name of the device. Source: NVIDIA's data sheets.
 PEAK_FLOPS = {
@@ -47,13 +47,15 @@ def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int
     lengths = batch.sequence_offsets.diff().tolist()
     actions, lora = len(batch.action_index_T), (config.model.lora.rank, config.model.lora.names)
     policy, critic = forward(shape, lengths, actions), forward(shape, lengths) * config.needs_critic
+    other = config.model.reference_path
+    reference = policy if other is None else forward(read_shape(other), lengths, actions)
     with_adapters = config.scores_actor + config.needs_critic
-    if config.model.lora.path is not None:  # those of the reference
+    if config.of_reference.model.lora.path is not None:
         with_adapters += config.needs_reference
     adapted = adapters(shape, lengths, *lora) * with_adapters
     # tokens at the heads of actor and critic
     trained = [actions, *([0] * config.update.critic_steps if config.needs_critic else [])]
     return {
-        "score": policy * (config.scores_actor + config.needs_reference) + critic + adapted,
+        "score": policy * config.scores_actor + reference * config.needs_reference + critic + adapted,
         "update": config.update.epochs * sum(training(shape, lengths, head, *lora) for head in trained),
     }

@@ -21,7 +21,7 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.meter import Meter
 from megatron_stppo.plan.substitutes import device_paths, forget, route_evenly
-from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class _Pass:
 class RankModels:
     """Measures the models of one rank, one after the other.
 
-    With adapters, the actor's frozen weights stay until the end, because critic and reference use them.
+    With adapters, the actor's frozen weights stay until the end, because critic and reference use them,
+    except a reference of model.reference_path.
     """
 
     def __init__(
@@ -115,7 +116,11 @@ class RankModels:
         return used
 
     def _build(self, role: build.Role) -> list[TokenModel]:
-        chunks = build.build(role, self.shape, self.config, self.mesh, self.dtype, self._trunk)
+        config, shape, trunk = self.config, self.shape, self._trunk
+        if role == "reference" and config.of_reference is not config:
+            config = config.of_reference
+            shape, trunk = read_shape(config.model.path), None
+        chunks = build.build(role, shape, config, self.mesh, self.dtype, trunk)
         route_evenly(chunks)
         return chunks
 
@@ -189,7 +194,7 @@ class RankModels:
         given = None
         if not model.pre_process:
             tokens = self.microbatch.tokens // (self.mesh.tensor_size if self.config.parallel.sequence else 1)
-            given = torch.empty(tokens, 1, self.shape.hidden, dtype=self.dtype, device="meta")
+            given = torch.empty(tokens, 1, model.config.hidden_size, dtype=self.dtype, device="meta")
             model.set_input_tensor(given.requires_grad_(torch.is_grad_enabled()))
         out = chunk(self.microbatch)
         if given is not None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.baselines import BY_TURN, group_relative, turn_returns, whitened
-from megatron_stppo.algorithm.gae import Lambda, of_length, token_level, turn_level
+from megatron_stppo.algorithm.gae import Lambda, later_steps, of_length, token_level, turn_level
 from megatron_stppo.algorithm.own import OwnAdvantage
-from megatron_stppo.algorithm.ratio import spread
+from megatron_stppo.algorithm.ratio import episode_offsets, spread
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.observed import action_rows, with_observations
@@ -53,16 +53,18 @@ def _over_actions(
     batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
 ) -> Batch:
     in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
-    reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     if algorithm.advantage != "gae":
         # Only the environment's outcomes are normalised. If the KL penalty were normalised too, a group of
         # equal outcomes would get advantages of size 1 from the penalty's noise. The penalties of a token and
         # of the later tokens of its trajectory are subtracted afterwards, as in GAE with gamma = lam = 1.
         of_rewards_T = _relative(batch, algorithm, group_N, own)
-        penalty_T = (reward_T - batch.reward_T).float()
-        to_come_T, _ = token_level(penalty_T, torch.zeros_like(penalty_T), batch.action_offsets, 1.0, 1.0)
+        without = replace(batch, reward_T=torch.zeros_like(batch.reward_T))
+        penalty_T = with_kl_penalty(without, in_reward, algorithm.kl_estimator)
+        gamma = algorithm.gamma if algorithm.advantage == "kl" else 1.0
+        to_come_T, _ = token_level(penalty_T, without.reward_T, batch.action_offsets, gamma, 1.0)
         advantage_T = of_rewards_T + to_come_T.float()
         return replace(batch, advantage_T=advantage_T.masked_fill(~batch.live_T, 0).float())
+    reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     advantage_T, return_T = _gae(batch, reward_T, algorithm)
     dead_T = ~batch.live_T
     advantage_T, return_T = advantage_T.masked_fill(dead_T, 0), return_T.masked_fill(dead_T, 0)
@@ -74,7 +76,8 @@ def _over_actions(
 def has_signal(
     batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
 ) -> bool:
-    """Return whether the rewards, without KL penalties, differ between live trajectories.
+    """Return whether the rewards, without KL penalties, differ between live trajectories; True if they do not
+    count.
 
     For GAE all trajectories of the batch are compared, for group advantages only those of the same group.
     Without such a difference, the actor's gradient contains only entropy bonus, KL penalty and the critic's
@@ -87,6 +90,8 @@ def has_signal(
     if algorithm.advantage == "gae":
         discounted = algorithm.gamma < 1 and bool(batch.reward_T[batch.live_T].any())
         return discounted or _rewards_vary(batch)
+    if algorithm.advantage == "kl":
+        return True
     return bool(_relative(batch, algorithm, group_N, own).any())
 
 
@@ -112,6 +117,8 @@ def _of_outcomes(
 ) -> Tensor:
     """Return the advantage of each trajectory, float64 [N]; 0 for failed ones."""
     outcome_N, live_N, first_N = outcomes(batch.reward_T, batch.action_offsets), batch.live_N, batch.first_N
+    if algorithm.advantage == "kl":
+        return torch.zeros_like(outcome_N)
     if own is None:
         return group_relative(outcome_N, group_N, live_N, algorithm.advantage != "group_mean", first_N)
     counted_N = live_N if first_N is None else live_N & first_N
@@ -126,30 +133,58 @@ def _of_outcomes(
 def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     if batch.value_T is None:
         raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
+    offsets, cut_N = batch.action_offsets, batch.cut_N
+    first_N = batch.first_N if algorithm.gae_histories != "alone" else None
+    chained = first_N is not None and algorithm.gae_histories == "chained"
+    if chained:
+        reward_T = _rewarded_once(reward_T, batch)
+        offsets, cut_N = episode_offsets(offsets, first_N), None if cut_N is None else cut_N[first_N]
     of_level = partial(turn_level, turn_offsets=batch.turn_offsets)
     level = partial(
         of_level if algorithm.gae_level == "turn" else token_level,
         reward_T.float(),
         batch.value_T,
-        trajectory_offsets=batch.action_offsets,
+        trajectory_offsets=offsets,
         gamma=algorithm.gamma,
-        cut_N=batch.cut_N if algorithm.truncated == "bootstrap" else None,
+        cut_N=cut_N if algorithm.truncated == "bootstrap" else None,
     )
-    advantage_T, return_T = level(lam=_lambda(batch, algorithm))
+    lam = _lambda(batch, algorithm, first_N)
+    if first_N is not None and not chained and isinstance(lam, Tensor):
+        lam = lam[first_N.cumsum(0) - 1]
+    advantage_T, return_T = level(lam=lam)
     if algorithm.lam_critic is not None:
         _, return_T = level(lam=algorithm.lam_critic)
+    if first_N is not None and not chained:
+        later_N = later_steps(_steps(batch, algorithm), first_N).double()
+        advantage_T = advantage_T * spread((algorithm.gamma * lam) ** later_N, offsets, len(advantage_T))
     return advantage_T.float(), return_T.float()
 
 
-def _lambda(batch: Batch, algorithm: AlgorithmConfig) -> Lambda:
-    """Return the lambda of the advantages: one, or one per trajectory, by the number of its steps of GAE."""
+def _rewarded_once(reward_T: Tensor, batch: Batch) -> Tensor:
+    """Return the rewards without the environment's at the end of each history that another of its episode
+    follows: every history has the reward of the episode there."""
+    assert batch.first_N is not None
+    goes_on_N = ~batch.first_N.roll(-1) & (batch.action_offsets.diff() > 0)  # an episode begins the batch
+    last = batch.action_offsets[1:][goes_on_N] - 1
+    return reward_T.index_add(0, last, -batch.reward_T[last])
+
+
+def _lambda(batch: Batch, algorithm: AlgorithmConfig, first_N: Tensor | None) -> Lambda:
+    """Return the lambda of the advantages: one, or one per episode, by the number of its steps of GAE.
+
+    first_N: the first history of each episode; None: every trajectory counts as one.
+    """
     if algorithm.lam_length is None:
         return algorithm.lam
-    offsets = batch.action_offsets
-    if algorithm.gae_level == "turn":
-        starts = batch.turn_offsets[:-1][batch.turn_offsets.diff() > 0]
-        offsets = torch.searchsorted(starts, offsets)
-    return of_length(offsets, algorithm.lam_length)
+    return of_length(episode_offsets(_steps(batch, algorithm), first_N), algorithm.lam_length)
+
+
+def _steps(batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
+    """Return the offsets of the trajectories in steps of GAE, int64 [N+1]."""
+    if algorithm.gae_level == "token":
+        return batch.action_offsets
+    starts = batch.turn_offsets[:-1][batch.turn_offsets.diff() > 0]
+    return torch.searchsorted(starts, batch.action_offsets)
 
 
 def _rewards_vary(batch: Batch) -> bool:

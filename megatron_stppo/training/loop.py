@@ -169,8 +169,7 @@ class _Training:
 
     def _save(self, done: int) -> None:
         rollouts = self.rollouts
-        begun = rollouts.learner.beginning
-        state = {"iteration": done} | begun | rollouts.state() | self.guard.state()
+        state = {"iteration": done} | rollouts.learner.beginning | rollouts.state() | self.guard.state()
         self.saver.save(done, rollouts.learner.trainers, state, rollouts.episodes())
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError, old_logprob, own_code, peft_folder
-from megatron_stppo.config.algorithm import ADVANTAGES
+from megatron_stppo.config.algorithm import GROUPED
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation import lora, megatron_fields, model_folder, serving, vllm_fields
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
@@ -58,6 +58,8 @@ def check(config: Config, world_size: int, command: str) -> None:
         _resample(config)
     if command in ("train", "plan"):
         _batches(config, layout)
+    if command in ("train", "replay", "plan"):
+        model_folder.check_reference(config, layout, tokenizers=command != "plan")
     if command == "train":
         check_reporters(config)
     refused = old_logprob.refusal(config.update, config.algorithm)
@@ -299,10 +301,11 @@ def _overlong(config: Config) -> None:
 def _resample(config: Config) -> None:
     """Check that a group without variance is one without a learning signal."""
     rollout, advantage = config.rollout, config.algorithm.advantage
-    if rollout.resample and advantage == "gae":
+    if rollout.resample and advantage in ("gae", "kl"):
         raise ConfigError(
-            f"rollout.resample={rollout.resample} with algorithm.advantage=gae: a group of equal rewards has "
-            "advantages there; set rollout.resample=0, or a preset with groups such as algorithm.preset=grpo"
+            f"rollout.resample={rollout.resample} with algorithm.advantage={advantage}: a group of equal "
+            "rewards has advantages there; set rollout.resample=0, or a preset with groups such as "
+            "algorithm.preset=grpo"
         )
     if rollout.resample and config.algorithm.truncated == "mask":
         raise ConfigError(
@@ -318,7 +321,7 @@ def _resample(config: Config) -> None:
 
 def _batches(config: Config, layout: Layout) -> None:
     advantage = config.algorithm.advantage
-    if advantage in ADVANTAGES[1:] and config.rollout.samples_per_task == 1:
+    if advantage in GROUPED and config.rollout.samples_per_task == 1:
         raise ConfigError(
             "rollout.samples_per_task=1: a group of one has no learning signal with "
             f"algorithm.advantage={advantage}; choose 4 or more"

@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.validation.model_layout import check_model_layout
 from megatron_stppo.validation.model_weights import check_weights
 from megatron_stppo.weights.sharding.hf_fields import FAMILIES, check_only, read_fields
 from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -25,25 +27,81 @@ CHATS = ([USER], [{"role": "system", "content": "a"}, USER])  # a usable templat
 
 def check_model(config: Config) -> None:
     """Check config.json of model.path and model.critic_path, and that both have the same shape."""
-    for field, folder in (("model.path", config.model.path), ("model.critic_path", config.model.critic_path)):
-        if folder is None:
-            continue
-        if not folder.is_dir():
-            raise ConfigError(
-                f"{field}={folder}: no such folder; give a Hugging Face checkpoint (config.json, "
-                "tokenizer.json, *.safetensors)"
-            )
-        if (folder / "adapter_config.json").exists():
-            raise ConfigError(
-                f"{field}={folder}: holds an adapter (adapter_config.json), which would be ignored; give the "
-                "model's own folder, and the adapter as model.lora.path"
-            )
-        shape = read_shape(folder)
-        check_weights(field, folder, shape, critic=field == "model.critic_path")
-    fields = read_fields(config.model.path)
-    check_only(config.model.path, fields, "architectures", FAMILIES[fields["model_type"]].architecture)
+    _check_folder("model.path", config.model.path)
     if config.model.critic_path is not None:
+        _check_folder("model.critic_path", config.model.critic_path, critic=True)
         _same_network(config.model.path, config.model.critic_path)
+
+
+def _check_folder(field: str, folder: Path, critic: bool = False) -> None:
+    """Check config.json and the tensors' names and shapes. critic: whether another head is accepted."""
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{field}={folder}: no such folder; give a Hugging Face checkpoint (config.json, "
+            "tokenizer.json, *.safetensors)"
+        )
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{field}={folder}: holds an adapter (adapter_config.json), which would be ignored; give the "
+            "model's own folder, and the adapter as model.lora.path"
+        )
+    check_weights(field, folder, read_shape(folder), critic)
+    if not critic:
+        fields = read_fields(folder)
+        check_only(folder, fields, "architectures", FAMILIES[fields["model_type"]].architecture)
+
+
+def check_reference(config: Config, layout: Layout, tokenizers: bool = True) -> None:
+    """Check model.reference_path: that it is a model of any size that the layout divides, whose context fits
+    the trajectories, and that it has all tokens of model.path, with the same ids."""
+    folder = config.model.reference_path
+    if folder is None:
+        return
+    where = f"model.reference_path={folder}"
+    if not config.needs_reference:
+        raise ConfigError(
+            f"{where} with algorithm.kl_coefficient=0: no reference is built; leave it out, or set "
+            "algorithm.kl_coefficient, or algorithm.preset=distil"
+        )
+    _check_folder("model.reference_path", folder)
+    shape, policy = read_shape(folder), read_shape(config.model.path)
+    try:
+        check_model_layout(shape, config.parallel, layout)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    if shape.max_positions < config.max_context:
+        raise ConfigError(
+            f"{where}: its max_position_embeddings={shape.max_positions} is less than the longest trajectory "
+            f"of {config.max_context} tokens; give another model, or set rollout.max_context"
+        )
+    if shape.vocab < policy.vocab:
+        raise ConfigError(
+            f"{where}: its vocab_size={shape.vocab} is less than model.path's of {policy.vocab}; give a "
+            "model with the same tokens"
+        )
+    if tokenizers:
+        own, given = _tokens("model.path", config.model.path), _tokens("model.reference_path", folder)
+        other = sorted(own.items() - given.items())
+        if other:
+            raise ConfigError(
+                f"{where}: its tokenizer gives {len(other)} of model.path's {len(own)} tokens another id or "
+                f"none, such as {other[0][0]!r}; give a model with the same tokens"
+            )
+
+
+def _tokens(field: str, folder: Path) -> dict[str, int]:
+    """Return the ids of all tokens of a folder's tokenizer.json."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"{field}={folder}: holds no tokenizer.json; add the model's own")
+    try:
+        return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the Rust library raises no narrower type
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"{field}={folder}: tokenizer.json is not a tokenizer ({reason}); "
+            "copy it again from the model's source"
+        ) from None
 
 
 def _same_network(actor: Path, critic: Path) -> None:
@@ -60,19 +118,8 @@ def _same_network(actor: Path, critic: Path) -> None:
 
 def check_tokenizer(config: Config) -> None:
     """Check that the tokenizer can be read, and that its ids fit the model's vocabulary."""
-    path = config.model.path / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(f"model.path={config.model.path}: holds no tokenizer.json; add the model's own")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the Rust library raises no narrower type
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"model.path={config.model.path}: tokenizer.json is not a tokenizer ({reason}); "
-            "copy it again from the model's source"
-        ) from None
+    known = _tokens("model.path", config.model.path).values()
     check_end_ids(config)
-    known = tokenizer.get_vocab(with_added_tokens=True).values()
     added = _json_object(config.model.path / "tokenizer_config.json").get("added_tokens_decoder") or {}
     largest = max([*known, *(int(number) for number in added if str(number).isdigit())], default=0)
     vocabulary = read_shape(config.model.path).vocab

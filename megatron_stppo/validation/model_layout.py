@@ -21,15 +21,20 @@ def check_parallel(config: Config, world_size: int) -> Layout:
             "parallel.sequence=true: there is nothing to split with parallel.tensor=1; set it to false"
         )
     shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
-    check_layout(shape, parallel.tensor)
-    check_stages(shape, layout)
-    check_experts(shape, parallel)
+    check_model_layout(shape, parallel, layout)
     if config.algorithm.routing_replay != "off" and not shape.experts:
         raise ConfigError(
             f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "
             "set it to off"
         )
     return layout
+
+
+def check_model_layout(shape: ModelShape, parallel: ParallelConfig, layout: Layout) -> None:
+    """Raise ConfigError unless megatron can divide a model of this shape so."""
+    check_layout(shape, parallel.tensor)
+    check_stages(shape, layout)
+    check_experts(shape, parallel)
 
 
 def check_engine(config: Config, world_size: int) -> None:

@@ -45,6 +45,7 @@ def candidates(config: Config, gpus: int) -> Candidates:
         except ConfigError as error:
             left_out.append(f"{trainer} GPUs for training: {error}")
             continue
+        model_folder.check_reference(config, layout, tokenizers=False)
         if batch % (config.update.minibatches * layout.data):
             uneven.append(trainer)
         else:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_stppo.algorithm.gae import of_length, token_level, turn_level
+from megatron_stppo.algorithm.gae import later_steps, of_length, token_level, turn_level
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.packing import to_batch
 
@@ -35,6 +35,14 @@ def test_gae_of_three_tokens_matches_a_hand_calculation():
 def test_a_lambda_that_follows_the_length_is_1_minus_1_over_alpha_l_and_not_below_0():
     assert of_length(torch.tensor([0, 1, 11, 11]), 1.5).tolist()[:2] == pytest.approx([1 / 3, 14 / 15])
     assert of_length(torch.tensor([0, 10, 50]), 0.05).tolist() == pytest.approx([0, 0.5])
+
+
+def test_later_steps_are_those_of_the_later_histories_of_the_same_episode():
+    offsets, first_N = (
+        torch.tensor([0, 2, 5, 6, 8, 9, 13]),
+        torch.tensor([True, False, True, True, False, False]),
+    )
+    assert later_steps(offsets, first_N).tolist() == [3, 0, 0, 5, 4, 0]
 
 
 def test_each_trajectory_has_its_own_lambda():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.model.flop import forward
+from megatron_stppo.observe import throughput as flop_of
 from megatron_stppo.observe.throughput import phase_flop, throughput
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
@@ -59,6 +61,14 @@ def test_frozen_weights_take_two_of_three_products_and_adapters_three() -> None:
     imported = given.model.model_copy(update={"lora": lora.model_copy(update={"path": Path("adapter")})})
     scored = phase_flop(given.model_copy(update={"model": imported}), SHAPE, batch())["score"]
     assert scored == 2 * 1096 + 936 + 3 * adapter
+
+
+def test_a_teacher_scores_with_the_flop_of_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = settings()
+    model = given.model.model_copy(update={"reference_path": Path("teacher")})
+    monkeypatch.setattr(flop_of, "read_shape", lambda folder: replace(SHAPE, layers=2 * SHAPE.layers))
+    scored = phase_flop(given.model_copy(update={"model": model}), SHAPE, batch())["score"]
+    assert scored == 1096 + (2 * 936 + 160) + 936
 
 
 def test_mfu_is_reported_if_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,4 +127,23 @@ def references(folder: str) -> list[tuple[int, int, int]]:
         (stage,) = plan(settings(folder, {"dtype": "auto", "lora": lora}, {}), 1).use.stages
         actor, reference = stage.models["actor"], stage.models["reference"]
         found.append((actor.weights, reference.weights, stage.trunk))
+    return found
+
+
+def teachers(folder: str, others: tuple[str, ...]) -> list[tuple[int, int, int]]:
+    """Return (parameters of the reference's shape, planned ones of all stages, bytes of their weights) of
+    models of other sizes, for a policy with adapters on 2 pipeline stages and 2 tensor ranks."""
+    import math
+
+    from megatron_stppo.plan.dry_run import plan
+    from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
+
+    found = []
+    for other in others:
+        model = {"dtype": "auto", "lora": {"rank": 4}, "reference_path": other}
+        config = settings(folder, model, {"pipeline": 2, "tensor": 2, "sequence": True}, {"preset": "distil"})
+        stages = plan(config, 4).use.stages
+        used = [stage.models["reference"] for stage in stages]
+        wanted = sum(math.prod(size) for size in hf_shapes(read_shape(Path(other))).values())
+        found.append((wanted, sum(one.parameters for one in used), sum(one.weights for one in used)))
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan import small_plans
+from tests.plan import real_step, small_plans
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # (folder, configuration, its plan, GPUs)
@@ -149,3 +149,14 @@ def test_a_reference_with_imported_adapters_has_those(model: Path, planner: Proc
     adapters, own, frozen = plain
     assert own == 0 < adapters
     assert imported == (adapters, adapters, frozen)
+
+
+def test_a_teacher_takes_the_memory_of_its_own_size(
+    model: Path, planner: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 512, "vocab_size": 2048}
+    for family in ("Llama", "Qwen3Moe"):
+        real_step.write_model(tmp_path / family, family, **sizes)
+    folders = tuple(str(tmp_path / family) for family in ("Llama", "Qwen3Moe"))
+    for wanted, planned, weights in planner.submit(small_plans.teachers, str(model), folders).result():
+        assert planned == pytest.approx(wanted / 2, rel=0.02) and weights == 2 * planned

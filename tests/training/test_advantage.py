@@ -85,6 +85,23 @@ def test_the_reward_of_a_failed_trajectory_is_no_signal_and_a_discounted_reward_
     assert not has_signal(zero, settings(gamma=0.9), groups(zero))
 
 
+def test_distillation_has_minus_the_kl_of_each_token_and_no_reward():
+    # old -1; reference -1.5, -3, -1, -0.5: k1 = 0.5, 2, 0, -0.5
+    batch = replace(
+        scored([trajectory([0.0, 1e9])]), reference_logprob_T=torch.tensor([-1.5, -3.0, -1.0, -0.5])
+    )
+    out = estimate(batch, AlgorithmConfig(preset="distil"), groups(batch))
+    assert out.advantage_T.tolist() == [-0.5, -2.0, 0.0, 0.5] and out.return_T is None
+    # gamma = 1/2: 0.5 + (2 + (0 - 0.5/2)/2)/2, 2 + (0 - 0.5/2)/2, 0 - 0.5/2, -0.5
+    half = estimate(batch, AlgorithmConfig(preset="distil", gamma=0.5), groups(batch))
+    assert half.advantage_T.tolist() == [-1.4375, -1.875, 0.25, 0.5]
+    failed = scored([trajectory([0.0, 1.0], outcome="error")])
+    assert (
+        estimate(failed, AlgorithmConfig(preset="distil"), groups(failed)).advantage_T.tolist() == [0.0] * 4
+    )
+    assert has_signal(batch, AlgorithmConfig(preset="distil"), groups(batch)), "one trajectory is enough"
+
+
 def test_kl_penalty_is_subtracted_at_every_action_token():
     # k1 = -1 - -3 = 2 at coefficient 0.1: minus 0.2 per token; the outcome is on the last one.
     batch = scored([trajectory([0.0, 1.0])])

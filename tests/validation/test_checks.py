@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
@@ -252,6 +253,64 @@ def test_a_critic_starts_from_a_model_of_the_actors_architecture(path: Path) -> 
         "other: its rope_theta=1000000.0, model.path's is 10000.0; give a checkpoint of the same "
         "architecture, or leave it out"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, ""),
+        ({"num_hidden_layers": 2, "vocab_size": 1088, "model_type": "qwen2"}, ""),
+        (
+            {"vocab_size": 1000},
+            "its vocab_size=1000 is less than model.path's of 1024; give a model with the",
+        ),
+        (
+            {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32},
+            "parallel.tensor=2 must divide model.num_attention_heads=1; choose 1",
+        ),
+        (
+            {"max_position_embeddings": 64},
+            "its max_position_embeddings=64 is less than the longest trajectory of 7048 tokens; give another",
+        ),
+    ],
+)
+def test_a_reference_may_have_another_size_that_the_layout_divides(
+    path: Path, changes: dict[str, object], says: str
+) -> None:
+    shape = json.loads((path.parent / "model" / "config.json").read_text()) | changes
+    teacher = path.parent / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text(json.dumps(shape))
+    (teacher / "tokenizer.json").write_text((path.parent / "model" / "tokenizer.json").read_text())
+    given = [f"model.reference_path={teacher}", "algorithm.preset=distil"]
+    if says:
+        assert refusal(path, given).startswith(f"model.reference_path={teacher}: {says}")
+    else:
+        check(load(path, given), 2, "train")
+
+
+def test_a_reference_has_the_tokens_of_the_policy_and_is_read_only_by_what_builds_it(path: Path) -> None:
+    teacher = path.parent / "teacher"
+    given = [f"model.reference_path={teacher}", "algorithm.preset=distil"]
+    assert "teacher: no such folder" in refusal(path, given)
+    check(load(path, given), 2, "evaluate")
+    teacher.mkdir()
+    (teacher / "config.json").write_text((path.parent / "model" / "config.json").read_text())
+    check(load(path, given), 2, "plan")
+    assert "teacher: holds no tokenizer.json" in refusal(path, given)
+    Tokenizer(models.BPE({"a": 0, " ": 1, "b": 2}, [])).save(str(teacher / "tokenizer.json"))
+    check(load(path, given), 2, "train")
+    Tokenizer(models.BPE({"a": 1, " ": 0}, [])).save(str(teacher / "tokenizer.json"))
+    assert refusal(path, given).endswith(
+        "teacher: its tokenizer gives 2 of model.path's 2 tokens another id or none, such as ' '; give a "
+        "model with the same tokens"
+    )
+    assert refusal(path, [given[0], "algorithm.kl_coefficient=0"]).endswith(
+        "teacher with algorithm.kl_coefficient=0: no reference is built; leave it out, or set "
+        "algorithm.kl_coefficient, or algorithm.preset=distil"
+    )
+    with pytest.raises(ConfigError, match="advantage='kl' with kl_in=reward and kl_coefficient=0"):
+        load(path, ["algorithm.preset=distil", "algorithm.kl_coefficient=0"])
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])

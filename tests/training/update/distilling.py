@@ -1,0 +1,120 @@
+"""Functions that run on a rank: a student that learns from a teacher, without an engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.cluster.launch import process
+from tests.training.update.layouts import SETTINGS, batch
+
+VOCABULARY, TOKENS, EPISODES = 301, 6, 32
+
+
+def build(
+    model: str, teacher: str | None, folder: str, parallel: dict[str, Any] | None = None, rank: int = 0
+) -> Any:
+    """Return a learner with the preset `distil`. rank: that of adapters; 0 without."""
+    process.prepare(engine=False)
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_stppo.config import Config
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+
+    torch.set_num_threads(1)
+    config = Config.model_validate(
+        {
+            "run": {"root": folder, "iterations": 100},
+            "model": {"path": model, "reference_path": teacher, "lora": {"rank": rank}},
+            "parallel": parallel or {},
+            "update": {"minibatches": 1, "actor": SETTINGS},
+            "algorithm": {"preset": "distil"},
+        }
+    )
+    known = parallel_state.model_parallel_is_initialized()
+    mesh = (groups.replace if known else groups.initialize)(config.parallel)
+    return build_learner(config, read_shape(Path(model)), mesh, torch.float32)
+
+
+def scored(model: str, teacher: str, folder: str, parallel: dict[str, Any], rank: int) -> Any:
+    """Return the reference's log-probs of layouts.batch."""
+    learner = build(model, teacher, folder, parallel, rank)
+    from megatron_stppo.training.stages import score
+
+    given = batch()
+    found = score(learner, replace(given, value_T=None, value_R=None, old_logprob_T=None), 0)
+    return found.reference_logprob_T.tolist()
+
+
+def learned(model: str, teacher: str, folder: str, iterations: int) -> list[tuple[dict[str, float], float]]:
+    """Return per iteration its row, and the largest size of an advantage. All rewards are 1."""
+    learner = build(model, teacher, folder)
+    import torch
+
+    from megatron_stppo.observe.describe import describe_batch
+    from megatron_stppo.training.advantage import estimate, has_signal
+    from megatron_stppo.training.stages import score, update
+
+    torch.manual_seed(0)
+    found, group_N = [], torch.zeros(EPISODES, dtype=torch.int64)
+    for iteration in range(iterations):
+        given = score(learner, played(learner), iteration)
+        given = estimate(given, learner.config.algorithm, group_N)
+        hold = not has_signal(given, learner.config.algorithm, group_N)
+        row, _, given = update(learner, given, iteration, hold)
+        assert given.advantage_T is not None
+        found.append((row | describe_batch(given), float(given.advantage_T.abs().max())))
+    return found
+
+
+def played(learner: Any) -> Any:
+    """Return episodes of one turn whose tokens the student has sampled."""
+    import torch
+
+    from megatron_stppo.model.pipeline import forward_only
+
+    weight, every = learner.head(learner.policy).weight, list(range(EPISODES))
+
+    def next_token(hidden: Any, microbatch: Any) -> Any:
+        probability = (hidden @ weight[:VOCABULARY].T).softmax(-1)
+        return torch.multinomial(probability, 1)[:, 0].float()
+
+    written: list[tuple[int, ...]] = [()] * EPISODES
+    for _ in range(TOKENS):
+        asked = episodes([(*own, 0) for own in written])  # the 0 is the token that is asked for
+        token_T = forward_only(learner.actor.model, asked, learner.packer, [every], next_token)
+        last = token_T[asked.action_offsets[1:] - 1].tolist()
+        written = [(*own, int(token)) for own, token in zip(written, last, strict=True)]
+    return episodes(written)
+
+
+def episodes(written: list[tuple[int, ...]]) -> Any:
+    from megatron_stppo.base.types import Task, Trajectory, Turn
+    from megatron_stppo.data.packing import to_batch
+
+    task = Task("t", (), ("a",), "train", 0)
+    return to_batch(
+        [
+            Trajectory(task, (7, 11, n), (Turn(own, (0.0,) * len(own), (), 1.0, ((0, len(own)),)),), "ok")
+            for n, own in enumerate(written)
+        ]
+    )
+
+
+def resumed(model: str, teachers: tuple[str | None, ...], folder: str) -> list[str]:
+    """Return what a resume with each reference says about a run with the first; "" if it continues."""
+    from megatron_stppo.config import ConfigError
+
+    learners = [build(model, teacher, folder) for teacher in teachers]
+    state, found = learners[0].beginning, []
+    for learner in learners:
+        try:
+            learner.check_beginning(state)
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
