@@ -50,7 +50,8 @@ def turn_returns(reward_T: Tensor, turn_offsets: Tensor, action_offsets: Tensor,
     """
     reward_S = segment_sum(reward_T.double(), turn_offsets)
     turns = torch.searchsorted(turn_offsets[:-1], action_offsets)  # offsets of the trajectories into S
-    return token_level(reward_S, torch.zeros_like(reward_S), turns, gamma, 1.0)[0]
+    _, return_S = token_level(reward_S, torch.zeros_like(reward_S), turns, gamma, 1.0)
+    return return_S
 
 
 def same_index(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,13 +65,12 @@ def same_index(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Ten
     turns.
     """
     index_S = torch.arange(len(owner_S)) - torch.searchsorted(owner_S, owner_S)
-    _, group_S = torch.unique(group_N[owner_S], return_inverse=True)
-    longest = len(owner_S) + 1
-    _, place_S = torch.unique(group_S * longest + index_S, return_inverse=True)
+    group_S = _cells(group_N[owner_S])
+    place_S = _cells(group_S, index_S)
     episodes_S = torch.zeros_like(place_S).index_add(0, place_S, counted_N[owner_S].long())[place_S]
     shared_S = index_S.masked_fill(episodes_S < 2, 0)
     last_S = torch.zeros_like(group_S).scatter_reduce(0, group_S, shared_S, "amax")[group_S]
-    return group_S * longest + index_S.minimum(last_S), counted_N[owner_S] & (index_S <= last_S)
+    return _cells(group_S, index_S.minimum(last_S)), counted_N[owner_S] & (index_S <= last_S)
 
 
 def same_state(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,9 +79,15 @@ def same_state(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Ten
     The anchor states of GiGPO, arXiv 2505.10978, equation 6. Turns of one episode are compared, too. A turn
     without a state (0) has a cell of its own.
     """
-    alone_S = torch.arange(1, len(state_S) + 1).masked_fill(state_S != 0, 0)
-    _, cell_S = torch.unique(torch.stack([group_N[owner_S], state_S, alone_S]), dim=1, return_inverse=True)
+    alone_S = torch.arange(len(state_S)).masked_fill(state_S != 0, 0)
+    cell_S = _cells(_cells(group_N[owner_S]), state_S, alone_S)
     return cell_S, torch.ones_like(cell_S, dtype=torch.bool)
+
+
+def _cells(*column_S: Tensor) -> Tensor:
+    """Return equal numbers for turns with equal entries in all columns, int64 [S]."""
+    _, cell_S = torch.unique(torch.stack(column_S), dim=1, return_inverse=True)
+    return cell_S
 
 
 # advantages of turns by name: which turns are compared, and whether the advantage of the episode is added
