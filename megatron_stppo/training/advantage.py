@@ -103,6 +103,11 @@ def _relative(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: Ow
     if with_episode:
         out_T = spread(_of_outcomes(batch, algorithm, group_N, own), batch.action_offsets, total)
     if same is not None:
+        if batch.state_S is None:
+            raise ValueError(
+                f"algorithm.advantage={algorithm.advantage!r}: the batch has no states of turns; a dump of "
+                "before they were recorded cannot be replayed with it"
+            )
         owner_S, live_N, first_N = batch.turn_to_sequence_S, batch.live_N, batch.first_N
         counted_N = live_N if first_N is None else live_N & first_N
         cell_S, counted_S = same(owner_S, group_N, counted_N, batch.state_S)
