@@ -292,6 +292,7 @@ class AlgorithmConfig(Section):
         for name, neutral, of, value in (
             ("mismatch_lower", None, "mismatch", "mask"),
             ("turn_weight", 1, "advantage", "gigpo"),
+            ("rate_rise", "step", "rate", "kl"),
         ):
             given, chosen = getattr(self, name), getattr(self, of)
             if given != neutral and chosen != value:
@@ -310,6 +311,8 @@ class AlgorithmConfig(Section):
                 f"overlong_from={first}, overlong_to={last}, overlong_penalty={penalty}: the penalty rises "
                 "between two numbers of tokens; give both, the second above the first, or leave out all three"
             )
+        if rises and self.advantage == "kl":
+            raise ValueError(f"overlong_from={first} with advantage=kl: rewards do not count; leave it out")
         return self
 
     @model_validator(mode="after")

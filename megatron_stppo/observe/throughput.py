@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -18,6 +19,9 @@ PEAK_FLOPS = {
     "NVIDIA H200": 989e12,
     "NVIDIA B200": 2250e12,
 }
+
+
+_shape_of = functools.cache(read_shape)  # once per run: the folder can be away later
 
 
 def throughput(
@@ -48,7 +52,7 @@ def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int
     actions, lora = len(batch.action_index_T), (config.model.lora.rank, config.model.lora.names)
     policy, critic = forward(shape, lengths, actions), forward(shape, lengths) * config.needs_critic
     other = config.model.reference_path
-    reference = policy if other is None else forward(read_shape(other), lengths, actions)
+    reference = policy if other is None else forward(_shape_of(other), lengths, actions)
     with_adapters = config.scores_actor + config.needs_critic
     if config.of_reference.model.lora.path is not None:
         with_adapters += config.needs_reference

@@ -97,24 +97,21 @@ def has_signal(
 
 def _relative(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None) -> Tensor:
     """Return the advantages that compare rewards within a group, float64 [T]; 0 for failed trajectories."""
-    total = len(batch.reward_T)
-    same, with_episode = BY_TURN.get(algorithm.advantage, (None, True))
-    out_T = torch.zeros(total, dtype=torch.float64)
+    total, owner_S = len(batch.reward_T), batch.turn_to_sequence_S
+    of_episode_N = _of_outcomes(batch, algorithm, group_N, own)
+    if algorithm.advantage not in BY_TURN:
+        return spread(of_episode_N, batch.action_offsets, total)
+    same, with_episode = BY_TURN[algorithm.advantage]
+    live_N, first_N = batch.live_N, batch.first_N
+    first_N = torch.ones_like(live_N) if first_N is None else first_N
+    cell_S, counted_S = same(owner_S, group_N, live_N & first_N, batch.state_S)
+    return_S = turn_returns(batch.reward_T, batch.turn_offsets, batch.action_offsets, algorithm.gamma)
+    turn_S = group_relative(return_S, cell_S, live_N[owner_S], True, counted_S)
     if with_episode:
-        out_T = spread(_of_outcomes(batch, algorithm, group_N, own), batch.action_offsets, total)
-    if same is not None:
-        if batch.state_S is None:
-            raise ValueError(
-                f"algorithm.advantage={algorithm.advantage!r}: the batch has no states of turns; a dump of "
-                "before they were recorded cannot be replayed with it"
-            )
-        owner_S, live_N, first_N = batch.turn_to_sequence_S, batch.live_N, batch.first_N
-        counted_N = live_N if first_N is None else live_N & first_N
-        cell_S, counted_S = same(owner_S, group_N, counted_N, batch.state_S)
-        return_S = turn_returns(batch.reward_T, batch.turn_offsets, batch.action_offsets, algorithm.gamma)
-        turn_S = group_relative(return_S, cell_S, live_N[owner_S], True, counted_S)
-        out_T = out_T + algorithm.turn_weight * spread(turn_S, batch.turn_offsets, total)
-    return out_T
+        turn_S = of_episode_N[owner_S] + algorithm.turn_weight * turn_S
+    else:  # the turns of further histories have no index in the episode
+        turn_S = torch.where(first_N[owner_S], turn_S, of_episode_N[owner_S])
+    return spread(turn_S, batch.turn_offsets, total)
 
 
 def _of_outcomes(

@@ -21,6 +21,7 @@ from megatron_stppo.checkpoint import loading
 from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config.file import read_yaml
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.observe import trajectory_files, trajectory_log
@@ -119,11 +120,19 @@ def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tenso
 def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
     batch, group_N = dumps.read(run, iteration, learner.mesh)
     _check(learner, batch, run, iteration)
+    reference = learner.config.model.reference_path
+    recorded = (read_yaml(run / "config.yaml", "RUN_DIR").get("model") or {}).get("reference_path")
+    if learner.config.needs_reference and recorded != (None if reference is None else str(reference)):
+        raise ConfigError(
+            f"model.reference_path={reference}: the batches have the log-probs of that run's reference, "
+            f"{recorded}; give the same, or replay the run's rollouts"
+        )
     for column, needed in (
         ("value_T", learner.config.needs_critic),
         ("value_R", learner.config.algorithm.gae_observations),
         ("reference_logprob_T", learner.config.needs_reference),
         ("routes_P", learner.config.algorithm.routing_replay != "off"),
+        ("state_S", learner.config.algorithm.advantage == "gigpo"),
     ):
         if needed and getattr(batch, column) is None:
             raise ConfigError(

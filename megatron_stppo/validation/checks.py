@@ -121,15 +121,20 @@ def check_output(config: Config, critic: bool = False) -> None:
     if output is None:
         raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
     check_folder("cold_start.output", output)
-    if output.exists() and output.resolve() == config.model.path.resolve():
-        raise ConfigError(f"cold_start.output={output}: is model.path; name another folder")
-    lora = config.model.lora
-    if lora.path is not None and output.exists() and output.resolve() == lora.path.resolve():
-        raise ConfigError(f"cold_start.output={output}: is model.lora.path; name another folder")
+    lora, model = config.model.lora, config.model
+    for field, given in (
+        ("model.path", model.path),
+        ("model.lora.path", lora.path),
+        ("model.reference_path", model.reference_path),
+        *(() if critic else (("model.critic_path", model.critic_path),)),
+    ):
+        if given is not None and output.exists() and output.resolve() == given.resolve():
+            raise ConfigError(f"cold_start.output={output}: is {field}; name another folder")
     kind, file = ("an adapter", peft_folder.SETTINGS) if lora.rank else ("a model", "config.json")
     fits = (output / file).is_file()
-    if critic:
-        kind, fits = "a critic", fits and head_of_critic(output) == "value"
+    if fits and not lora.rank:
+        fits = (head_of_critic(output) == "value") == critic
+    kind = "a critic" if critic else kind
     if output.is_dir() and any(output.iterdir()) and not fits:
         raise ConfigError(
             f"cold_start.output={output}: is not {kind} folder, and would be replaced; name another folder"
@@ -260,6 +265,12 @@ def _check_critic(config: Config, command: str) -> None:
                 f"{name}={value} with algorithm.advantage={advantage}: there is no critic; set it to "
                 f"{neutral}, or choose a preset with a critic such as algorithm.preset=st_ppo"
             )
+    path = config.model.critic_path
+    if path is not None and advantage != "gae" and command in ("train", "replay", "plan"):
+        raise ConfigError(
+            f"model.critic_path={path} with algorithm.advantage={advantage}: there is no critic; leave it "
+            "out, or choose a preset with a critic such as algorithm.preset=st_ppo"
+        )
     if update.critic.frozen_attention and (advantage != "gae" or config.model.lora.rank):
         rank = config.model.lora.rank
         given = f"model.lora.rank={rank}" if advantage == "gae" else f"algorithm.advantage={advantage}"

@@ -56,6 +56,11 @@ def check_reference(config: Config, layout: Layout, tokenizers: bool = True) -> 
     the trajectories, and that it has all tokens of model.path, with the same ids."""
     folder = config.model.reference_path
     if folder is None:
+        if config.algorithm.advantage == "kl":
+            raise ConfigError(
+                "model.reference_path=null with algorithm.advantage=kl: the policy would be its own teacher, "
+                "and every advantage 0; give the teacher's folder"
+            )
         return
     where = f"model.reference_path={folder}"
     if not config.needs_reference:

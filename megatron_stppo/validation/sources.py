@@ -66,6 +66,11 @@ def check_pretraining(config: Config, run: Path) -> None:
             f"--critic with algorithm.advantage={config.algorithm.advantage}: there is no critic; choose a "
             "preset with a critic such as algorithm.preset=st_ppo"
         )
+    if config.model.reference_path is not None and config.needs_reference:
+        raise ConfigError(
+            f"--critic with model.reference_path={config.model.reference_path}: the run's returns would "
+            "contain the KL penalty to that model, and the recorded ones do not; leave one of them out"
+        )
     if not any((run / RECORDS["rollouts"]).glob("iteration-*")):
         raise ConfigError(f"--critic={run}: holds no trajectories/ of a run; record some with `rollout`")
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from megatron_stppo.config import Config
 from megatron_stppo.validation import passed_on
 
@@ -19,7 +17,6 @@ _FROM = {
     "rollout.max_context": "max_model_len",
     "rollout.max_sequences": "max_num_seqs",
     "rollout.gpu_memory_utilization": "gpu_memory_utilization",
-    "rollout.kv_cache_gib": "kv_cache_memory_bytes",
     "rollout.engine_tensor and the number of ranks": """tensor_parallel_size pipeline_parallel_size
         data_parallel_size prefill_context_parallel_size decode_context_parallel_size enable_expert_parallel
         nnodes node_rank master_addr master_port device_ids distributed_executor_backend worker_cls""",
@@ -37,7 +34,5 @@ DECIDED = {name: reason for reason, names in _FROM.items() for name in names.spl
 def check(config: Config) -> None:
     """Raise ConfigError for an option that is unknown, follows from another field, or has another type."""
     if config.rollout.vllm:
-        on_gpu = {"kv_cache_memory_bytes"} if torch.cuda.is_available() else set()  # kv_cache_gib is of a CPU
-        decided = {name: reason for name, reason in DECIDED.items() if name not in on_gpu}
         known = passed_on.declared("vllm", ("engine/arg_utils.py", "EngineArgs"))
-        passed_on.check("rollout.vllm", config.rollout.vllm, decided, known, "vLLM's EngineArgs")
+        passed_on.check("rollout.vllm", config.rollout.vllm, DECIDED, known, "vLLM's EngineArgs")

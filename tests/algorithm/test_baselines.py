@@ -29,23 +29,23 @@ def relative(same, return_S, owner_S, group_N, counted_N=LIVE, state_S=None, nor
 
 
 def test_a_turn_is_compared_with_the_turns_of_the_same_index_and_the_last_ones_with_the_last_common_index():
-    # Episodes of 1, 2 and 4 turns. Index 0: 1, 2, 6, mean 3. Index 1: 4, 8, mean 6, also for 5 and 0.
-    found = relative(same_index, [1.0, 2, 4, 6, 8, 5, 0], owners(1, 2, 4), torch.zeros(3))
-    assert found == [-2.0, -1.0, -2.0, 3.0, 2.0, -1.0, -6.0]
+    # Episodes of 1, 2 and 4 turns. Index 0: 1, 2, 6, mean 3. Index 1: 4, 8, and 5 and 3 after it, mean 5.
+    found = relative(same_index, [1.0, 2, 4, 6, 8, 5, 3], owners(1, 2, 4), torch.zeros(3))
+    assert found == [-2.0, -1.0, -1.0, 3.0, 3.0, 0.0, -2.0]
 
 
-def test_turns_of_other_groups_and_of_an_episode_alone_are_not_compared():
-    found = relative(same_index, [1.0, 3, 5, 9, 7], owners(1, 1, 3), torch.tensor([4, 4, 2]))
-    assert found == [-1.0, 1.0, 0.0, 0.0, 0.0]
+def test_turns_of_other_groups_are_not_compared():
+    found = relative(same_index, [1.0, 3, 5], owners(1, 1, 1), torch.tensor([4, 4, 2]))
+    assert found == [-1.0, 1.0, 0.0]
 
 
 def test_the_mean_of_an_index_counts_the_first_history_of_an_episode():
     # the second trajectory is a further history: 9 is not in the mean (1 + 3) / 2
     counted_N = torch.tensor([True, False, True])
     assert relative(same_index, [1.0, 9, 3], owners(1, 1, 1), torch.zeros(3), counted_N) == [-1.0, 7.0, 1.0]
-    # index 1 is that of one episode, so that both turns there are compared with index 0
-    found = relative(same_index, [1.0, 9, 9, 3, 4], owners(1, 2, 2), torch.zeros(3), counted_N)
-    assert found == [-1.0, 7.0, 7.0, 1.0, 2.0]
+    # only one counted episode has index 1, so that its turns are among those of index 0: mean (1 + 3 + 5) / 3
+    found = relative(same_index, [1.0, 9, 9, 3, 5], owners(1, 2, 2), torch.zeros(3), counted_N)
+    assert found == [-2.0, 6.0, 6.0, 0.0, 2.0]
 
 
 def test_turns_that_begin_in_the_same_state_are_compared_at_any_index_and_within_an_episode():

@@ -249,6 +249,11 @@ def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> N
         ("algorithm.mismatch_lower=0.5", ["mismatch_lower=0.5 with mismatch='off'", "set mismatch=mask"]),
         ("algorithm.overlong_from=9", ["overlong_from=9, overlong_to=None", "give both"]),
         ("algorithm={overlong_from: 9, overlong_to: 9}", ["overlong_to=9", "the second above the first"]),
+        ("algorithm.rate_rise=iteration", ["rate_rise=iteration with rate='constant'", "set rate=kl"]),
+        (
+            "algorithm={preset: distil, overlong_from: 2, overlong_to: 6}",
+            ["overlong_from=2 with advantage=kl", "leave it out"],
+        ),
         ("algorithm.overlong_penalty=2", ["overlong_penalty=2.0", "or leave out all three"]),
         ("algorithm={gae_level: turn, gae_observations: true}", ["gae_level='turn'", "and 'token'"]),
         ("deadlines.rollout=1e9", ["deadlines.rollout=1000000000.0", "less than or equal to 10000000"]),

@@ -91,6 +91,27 @@ def test_with_a_reward_at_the_end_and_equally_many_turns_it_is_the_advantage_of_
     assert advantages(played, advantage="group_turn") == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("longest", [4, 11])
+def test_no_turn_is_many_deviations_from_turns_that_it_is_not_among(longest: int) -> None:
+    """A longer episode, whose last turns have almost the return of the others, and a further history."""
+    turns = [turn(0.0)] * (longest - 1)
+
+    def branches(reward: float) -> tuple[Branch, ...]:  # whose turn has the reward of the episode
+        return (Branch((3,), (turn(reward),)),)
+
+    played = [
+        Trajectory(TASK, PROMPT, (turn(0.0), turn(0.5)), "ok"),
+        Trajectory(
+            TASK, PROMPT, (turn(0.0), turn(-0.5), *turns, turn(0.999)), "ok", branches=branches(0.499)
+        ),
+    ]
+    assert max(map(abs, advantages(played, advantage="group_turn"))) <= (longest + 2) ** 0.5
+    alike = [
+        Trajectory(TASK, PROMPT, (*[turn(0.0)] * n, turn(1.0)), "ok", branches=branches(1.0)) for n in (3, 9)
+    ]
+    assert max(map(abs, advantages(alike, advantage="group_turn", gamma=0.95))) <= 3
+
+
 def defined(episodes: list[Trajectory], advantage: str, gamma: float, weight: float) -> list[float]:
     """Return the advantages by loops over the definitions."""
 
@@ -113,9 +134,12 @@ def defined(episodes: list[Trajectory], advantage: str, gamma: float, weight: fl
             if history.outcome == "error":
                 found = 0.0
             elif advantage == "group_turn":
-                place = max(k for k in range(at + 1) if k == 0 or sum(len(h.turns) > k for h in firsts) > 1)
-                among = [to_go(h, place) for h in firsts if len(h.turns) > place]
+                last = max([0, *(k for k in range(9) if sum(len(h.turns) > k for h in firsts) > 1)])
+                place = min(at, last)
+                among = [to_go(h, k) for h in firsts for k in range(len(h.turns)) if min(k, last) == place]
                 found = scaled(to_go(history, at), among)
+                if history.branch:
+                    found = scaled(history.reward, [h.reward for h in firsts])
             else:
                 same = [
                     (h, k) for h in group for k in range(len(h.turns)) if state(h, k) == state(history, at)

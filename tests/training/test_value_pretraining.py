@@ -70,6 +70,7 @@ def test_episodes_of_a_task_are_on_one_side_and_the_last_tasks_are_held_out() ->
     [
         ({}, "--critic=.*/none: holds no trajectories/ of a run; record some with `rollout`"),
         ({"algorithm": {"preset": "grpo"}}, "--critic with algorithm.advantage=group: there is no critic"),
+        ({"model": {"path": "m", "reference_path": "t"}}, "--critic with model.reference_path=t: the run's"),
         ({"model": {"path": "m", "lora": {"rank": 4}}}, "--critic with model.lora.rank=4: the critic shares"),
     ],
 )
@@ -88,8 +89,18 @@ def test_a_critic_replaces_a_critic_but_no_policy(tmp_path: Path) -> None:
         save_file(
             {"score.weight": torch.zeros(1, 4), name: torch.zeros(1)}, str(tmp_path / "model.safetensors")
         )
-        if allowed:
-            check_output(config, critic=True)
-        else:
-            with pytest.raises(ConfigError, match="is not a critic folder, and would be replaced"):
-                check_output(config, critic=True)
+        check_output(config, critic=allowed)
+        kind = "a model" if allowed else "a critic"
+        with pytest.raises(ConfigError, match=f"is not {kind} folder, and would be replaced"):
+            check_output(config, critic=not allowed)
+
+
+@pytest.mark.parametrize("field", ["path", "reference_path", "critic_path"])
+def test_a_cold_start_does_not_replace_a_model_that_the_configuration_reads(
+    tmp_path: Path, field: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    model = {"path": "m"} | {field: str(tmp_path)}
+    config = Config.model_validate({"model": model, "cold_start": {"output": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=rf"cold_start.output=.*: is model.{field}; name another folder"):
+        check_output(config)

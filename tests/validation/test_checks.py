@@ -289,6 +289,17 @@ def test_a_reference_may_have_another_size_that_the_layout_divides(
         check(load(path, given), 2, "train")
 
 
+def test_distillation_needs_a_teacher_and_a_critics_folder_a_critic(path: Path) -> None:
+    found = refusal(path, ["algorithm.preset=distil"])
+    assert found.startswith("model.reference_path=null with algorithm.advantage=kl: the policy would be")
+    given = [
+        f"model.critic_path={path.parent / 'model'}",
+        "algorithm.preset=grpo",
+        "rollout.samples_per_task=2",
+    ]
+    assert "with algorithm.advantage=group: there is no critic" in refusal(path, given)
+
+
 def test_a_reference_has_the_tokens_of_the_policy_and_is_read_only_by_what_builds_it(path: Path) -> None:
     teacher = path.parent / "teacher"
     given = [f"model.reference_path={teacher}", "algorithm.preset=distil"]

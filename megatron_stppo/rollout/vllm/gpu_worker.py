@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm.v1.worker.gpu_worker import Worker
 
 from megatron_stppo.rollout.vllm.engine_routes import EngineRoutes
+
+log = logging.getLogger(__name__)
 
 
 class SharingWorker(Worker):
@@ -14,12 +17,16 @@ class SharingWorker(Worker):
 
     def sleep(self, level: int = 1) -> None:
         """Release memory. vLLM compares the device's free memory before and after, and another process may
-        have taken some in the meantime; vLLM's error then comes after the release, and is ignored."""
+        have taken some in the meantime; vLLM's error then comes after the release, and becomes a warning."""
         try:
             super().sleep(level)
         except AssertionError as error:
             if "Memory usage increased" not in str(error):
                 raise
+            log.warning(
+                "the engine sleeps, but less of the GPU's memory is free than before: another process has "
+                "taken some in the meantime, or vLLM has not released it"
+            )
 
 
 class RecordingWorker(SharingWorker):

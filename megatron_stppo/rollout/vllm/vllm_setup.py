@@ -102,6 +102,10 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
             f'model; add "architectures": ["{FAMILIES[config.model_type].architecture}"]'
         )
     if on_cpu():
+        if "kv_cache_memory_bytes" in given.options:
+            raise ConfigError(
+                "rollout.vllm.kv_cache_memory_bytes: is for a GPU; on a CPU give rollout.kv_cache_gib instead"
+            )
         _check_on_cpu(config)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cache = given.max_context, given.bytes_per_token, ranks, cpu_cache.machine_memory()

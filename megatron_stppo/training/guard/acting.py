@@ -55,7 +55,7 @@ CRITIC = Mechanism(
     "critic/explained_variance",
     lambda share: share >= 0,
     f"the critic predicted returns worse than their mean in each {LAST}; raise update.critic.lr or "
-    "update.critic_steps, or begin with update.critic_only",
+    "update.critic_steps, or begin with update.critic_only or `cold-start --critic`",
 )
 
 

@@ -242,6 +242,14 @@ def test_batches_of_a_run_with_the_engines_old_policy_are_refused_with_another_o
         f"megatron-stppo: algorithm.old_policy=score: RUN_DIR={source}: the old log-probs of iteration 1 are "
         "the engine's; set it to behaviour, or replay the run's rollouts"
     )
+    teacher = f"model.reference_path={config.parent}/model"
+    given = (*given, "algorithm.old_policy=behaviour", "algorithm.kl_coefficient=0.1", teacher)
+    done = command(config.parent, 1, "replay", str(source), *given)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert done.stderr.splitlines()[-1] == (
+        f"megatron-stppo: {teacher}: the batches have the log-probs of that run's reference, None; give the "
+        "same, or replay the run's rollouts"
+    )
 
 
 def test_rewards_that_never_vary_leave_the_actor_unchanged_and_give_warnings(

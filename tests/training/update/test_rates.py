@@ -1,9 +1,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from megatron_stppo.algorithm.rate import RATES, RateInput
+from megatron_stppo.algorithm.step_memory import StepMemory
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.training.update import actor_step
 from tests.ranks import run_ranks
 from tests.training.update import layouts, rates
 
@@ -31,3 +38,20 @@ def test_steps_that_change_nothing_leave_no_memory_and_a_resumption_is_bitwise(t
     assert skipped["actor/rate_scale"] == pytest.approx(scales[0]), "the factor of the last step"
     assert (held["actor/held"], held["actor/effective_lr"]) == (1, 0)
     assert 0 < first["actor/effective_lr"] < 5e-3 * first["actor/rate_scale"]
+
+
+@pytest.mark.parametrize(("rise", "rises"), [("step", [True] * 4), ("iteration", [False] * 3 + [True])])
+def test_the_steps_that_may_raise_the_factor_are_those_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, rise: str, rises: list[bool]
+) -> None:
+    given: list[RateInput] = []
+    monkeypatch.setitem(RATES, "kl", lambda one: given.append(one) or 1.0)  # type: ignore[func-returns-value]
+    algorithm = AlgorithmConfig.model_validate({"preset": "kl", "rate_rise": rise})
+    one_T = torch.zeros(1)
+    batch = SimpleNamespace(old_logprob_T=one_T - 0.1, action_offsets=torch.tensor([0, 1]))
+    loss: Any = SimpleNamespace(algorithm=algorithm, batch=batch)
+    ratios: Any = SimpleNamespace(logprob_T=one_T, live_T=torch.ones(1, dtype=torch.bool))
+    actor: Any = SimpleNamespace(memory=StepMemory())
+    for index in range(4):
+        actor_step._rate_scale(actor, loss, ratios, index, 4)
+    assert [one.rises for one in given] == rises
