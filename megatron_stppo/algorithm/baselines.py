@@ -86,7 +86,7 @@ def same_state(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Ten
 
 def _cells(*column_S: Tensor) -> Tensor:
     """Return equal numbers for turns with equal entries in all columns, int64 [S]."""
-    _, cell_S = torch.unique(torch.stack(column_S), dim=1, return_inverse=True)
+    cell_S: Tensor = torch.unique(torch.stack(column_S), dim=1, return_inverse=True)[1]
     return cell_S
 
 
