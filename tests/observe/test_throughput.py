@@ -66,7 +66,7 @@ def test_frozen_weights_take_two_of_three_products_and_adapters_three() -> None:
 def test_a_teacher_scores_with_the_flop_of_its_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     given = settings()
     model = given.model.model_copy(update={"reference_path": Path("teacher")})
-    monkeypatch.setattr(flop_of, "read_shape", lambda folder: replace(SHAPE, layers=2 * SHAPE.layers))
+    monkeypatch.setattr(flop_of, "_shape_of", lambda folder: replace(SHAPE, layers=2 * SHAPE.layers))
     scored = phase_flop(given.model_copy(update={"model": model}), SHAPE, batch())["score"]
     assert scored == 1096 + (2 * 936 + 160) + 936
 
