@@ -28,7 +28,7 @@ def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 def standard_error(values: Sequence[float], tasks: Sequence[int]) -> float:
     """Return the standard error of the mean of `values`, of which those of one task depend on each other.
 
-    The clustered error of "Adding Error Bars to Evals" (arXiv 2411.00640, eq. 4), with the factor
+    The clustered error of "Adding Error Bars to Evals" (arXiv 2411.00640), with the factor
     sqrt(G / (G - 1)) for G tasks. 0 for fewer than two tasks.
     Example: (1, 1, 0, 0) of the tasks (7, 7, 8, 8) has 0.5, of four tasks 0.289.
     """
