@@ -30,6 +30,10 @@ class PreemptionNotice:
     SIGTERM at a second Ctrl-C). A terminal's signals that the process ignored at its start (nohup, background
     job of a script) stay ignored.
 
+    A compiler may take SIGUSR1 away: at the first kernel that Triton compiles, LLVM installs a handler of its
+    own, which does nothing and of which Python does not know. So `due` listens again, as the loop does when
+    the engine has started; a SIGUSR1 between the compilation and that moment is lost.
+
     An iteration may be longer than the time between Slurm's signal and the end. Therefore the run also leaves
     without a signal, if what comes next, an iteration or an evaluation, would end less than `margin` seconds
     before SLURM_JOB_END_TIME, or after it, if it takes as long as the last one.
@@ -45,7 +49,7 @@ class PreemptionNotice:
 
         Raises ConfigError if SLURM_JOB_END_TIME is not a number.
         """
-        self.reason, self._then = "", then
+        self.reason, self._then, self._signals = "", then, signals
         self._end = _end_of_allocation()
         self._margin, self._asked = margin, time.time()
         self._took: dict[str, float] = {}  # seconds of the last iteration and of the last evaluation
@@ -62,6 +66,7 @@ class PreemptionNotice:
         signals are ignored, except a second Ctrl-C.
         ended: what has run since the last call, "iteration" or "evaluation". begins: what comes next.
         """
+        self.listen()
         now = time.time()
         self._took[ended], self._asked = now - self._asked, now
         if self._end is not None and now + self._took.get(begins, 0.0) > self._end - self._margin:
@@ -73,6 +78,11 @@ class PreemptionNotice:
                 if number != signal.SIGINT and signal.getsignal(number) != signal.SIG_DFL:
                     signal.signal(number, signal.SIG_IGN)
         return leave
+
+    def listen(self) -> None:
+        """Install the handler of SIGUSR1 again. Call it after something may have compiled."""
+        if signal.SIGUSR1 in self._signals:
+            signal.signal(signal.SIGUSR1, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.reason = signal.Signals(number).name

@@ -55,6 +55,7 @@ def train(
     """
     run, leave = config.run, False
     training = _Training.build(config, resume, watchdog, assemble)
+    notice.listen()
     rollouts, observer, log = training.rollouts, training.observer, training.log
     learner, own = rollouts.learner, training.own
     if run.evaluate_every and training.first == 0:

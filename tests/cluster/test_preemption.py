@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import pty
 import signal
@@ -66,6 +67,18 @@ def test_signals_that_the_launcher_has_blocked_are_received() -> None:
         process.send_signal(signal.SIGUSR1)
         out, _ = process.communicate(timeout=20)
     assert out.split() == ["SIGUSR1"] * 3
+
+
+def test_a_handler_that_a_compiler_has_installed_since_is_replaced() -> None:
+    # As LLVM does at Triton's first compilation: in C, with a handler that does nothing.
+    notice = PreemptionNotice(margin=0)
+    nothing = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: None)
+    ctypes.CDLL(None).signal(int(signal.SIGUSR1), nothing)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert not notice.reason, "this handler has not replaced Python's"
+    assert not notice.due(alone)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert notice.due(alone) and notice.reason == "SIGUSR1"
 
 
 def test_ctrl_c_is_a_notice_and_a_second_one_ends_the_process(
