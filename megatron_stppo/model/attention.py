@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,11 +24,12 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron_stppo.data import context, prompts
+from megatron_stppo.data import context
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
@@ -92,7 +94,7 @@ class Pack(PackedSeqParams):
             cu_seqlens_kv=offsets,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            pieces=Pieces.of(microbatch.lengths, offsets.device, mesh, microbatch.history),
+            pieces=Pieces.of(microbatch.lengths, offsets.device, mesh, microbatch.keys),
         )
 
 
@@ -112,15 +114,21 @@ class Pieces:
 
     @classmethod
     def of(
-        cls, lengths: Tensor, device: torch.device, mesh: MeshRank, history: Tensor | None = None
+        cls,
+        lengths: Tensor,
+        device: torch.device,
+        mesh: MeshRank,
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> Pieces:
+        """given: the keys of the first sequences, see prefixes.Segments."""
         rank, size = mesh.context_rank, mesh.context_size
-        if history is None:
-            queries, keys, where = context.attended(lengths, rank, size)
-        else:
-            queries, (keys, where) = lengths, prompts.keys_of(lengths, history)
+        queries, keys, where = context.attended(lengths, rank, size)
+        if given is not None:  # and one context rank; dummy tokens at the end attend to themselves
+            dummies = int(lengths[len(given[0]) :].sum())
+            keys = torch.cat([given[0], lengths[len(given[0]) :]])
+            where = torch.cat([given[1], where[len(where) - dummies :]])
         offsets = torch.stack([functional.pad(n.cumsum(0), (1, 0)).int() for n in (queries, keys)])
-        gathered = to_device(where, device) if size > 1 or history is not None else None
+        gathered = to_device(where, device) if size > 1 or given is not None else None
         moved = to_device(offsets, device).unbind()
         return cls(queries.tolist(), keys.tolist(), gathered, mesh.context_group, *moved)
 
@@ -129,7 +137,7 @@ class Chosen(torch.autograd.Function):
     """x[where] of x [rows, ...] and where [n], whose gradient is added up in float32.
 
     In bfloat16 the gradient of what n trajectories share, such as the keys and values of their prompt, would
-    be rounded n times.
+    be rounded n times. On a GPU, index_add_ would add in any order, and the bits would differ between calls.
     """
 
     @staticmethod
@@ -142,8 +150,39 @@ class Chosen(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (where,) = ctx.saved_tensors
         wide = torch.promote_types(ctx.dtype, torch.float32)
-        total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
-        return total.index_add_(0, where, gradient.to(wide)).to(ctx.dtype), None
+        total, gradient = torch.zeros(ctx.shape, dtype=wide, device=gradient.device), gradient.to(wide)
+        if gradient.is_cuda:
+            total.index_put_((where,), gradient, accumulate=True)
+        else:
+            total.index_add_(0, where, gradient)
+        return total.to(ctx.dtype), None
+
+
+def again(x: Tensor, where: Tensor, chosen: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which views of `chosen`, the rows x[where], are not saved for the backward pass:
+    they are chosen again in it.
+
+    So the keys and values of what trajectories share take the memory of one copy, and of all copies only
+    while the backward pass of a layer's attention runs.
+    """
+    x, storage = x.detach(), chosen.untyped_storage().data_ptr()
+    waiting, copies = [0], list[Tensor]()  # views that the backward pass still needs
+
+    def kept(saved: Tensor) -> Any:
+        if saved.untyped_storage().data_ptr() != storage:
+            return saved
+        waiting[0] += 1
+        return saved.size(), saved.stride(), saved.storage_offset()
+
+    def restored(of: Any) -> Tensor:
+        if isinstance(of, Tensor):
+            return of
+        if not copies:
+            copies.append(x.index_select(0, where))
+        waiting[0] -= 1
+        return (copies[0] if waiting[0] else copies.pop()).as_strided(*of)
+
+    return saved_tensors_hooks(kept, restored)
 
 
 class PackedAttention(torch.nn.Module):
@@ -176,13 +215,16 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params.rotation is not None
         pieces, rotation = packed_seq_params.pieces, packed_seq_params.rotation
         query, key = rotation(query), rotation(key)
-        if pieces.where is not None:
-            both = tensor_parallel.gather_from_sequence_parallel_region(
-                torch.stack([key, value], 1), group=pieces.group
-            )
-            key, value = Chosen.apply(both, pieces.where).unbind(1)
         attend = self._attend_cuda if query.is_cuda else self._attend_each
-        return attend(query, key, value, pieces).reshape(query.shape[0], -1)
+        if pieces.where is None:
+            return attend(query, key, value, pieces).reshape(query.shape[0], -1)
+        both = tensor_parallel.gather_from_sequence_parallel_region(
+            torch.stack([key, value], 1), group=pieces.group
+        )
+        chosen: Tensor = Chosen.apply(both, pieces.where)
+        with again(both, pieces.where, chosen):
+            key, value = chosen.unbind(1)
+            return attend(query, key, value, pieces).reshape(query.shape[0], -1)
 
     def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         out = []

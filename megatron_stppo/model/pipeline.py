@@ -13,11 +13,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_stppo.base.types import Batch
-from megatron_stppo.config import Config
-from megatron_stppo.data.packing import Microbatch, PackingSpec, microbatch_runs, pack, partition, unpack
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.packing import (
+    Microbatch,
+    PackingSpec,
+    microbatch_runs,
+    pack,
+    partition,
+    prefixes_of,
+    unpack,
+)
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.parallel.collectives import all_reduce_max
 from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the order of their layers
@@ -43,7 +53,8 @@ class Packer:
             # the interleaved schedule processes groups of microbatches, which must have equal lengths
             in_step=mesh.pipeline_size if mesh.layout.virtual > 1 else 1,
             equal=mesh.layout.virtual > 1,
-            share_prompts=_can_share_prompts(config, shape, mesh),
+            share_prefixes=shares_prefixes(config, mesh.layout),
+            by_route=config.replays_rollout,
         )
         return cls(spec, mesh, shape.hidden, torch.cuda.current_device())
 
@@ -55,8 +66,9 @@ class Packer:
         partition = [part[:most] for part in self.partition(batch, chosen)]
         mine, spec = partition[self.mesh.data_rank], self.spec
         if self.mesh.layout.expert > 1:  # every layer has a collective over the ranks that share its experts
-            lengths = batch.sequence_offsets.diff().tolist()
-            spec = replace(spec, in_step=max(len(microbatch_runs(lengths, part, spec)) for part in partition))
+            mine_here = len(microbatch_runs(prefixes_of(batch, mine, spec), spec))
+            most_here = all_reduce_max(torch.tensor([mine_here]), self.mesh.data_group)
+            spec = replace(spec, in_step=int(most_here))
         return pack(batch, mine, spec, self.device)
 
     def partition(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:
@@ -66,14 +78,16 @@ class Packer:
         return [[chosen[i] for i in part] for part in dealt]
 
 
-def _can_share_prompts(config: Config, shape: ModelShape, mesh: MeshRank) -> bool:
-    """Return whether microbatches may hold a shared prompt once.
-
-    This needs attention with keys from another segment, which PackedAttention (model.layers=local) supports
-    on one context rank. It is off for models with experts, because routes are recorded per trajectory.
-    """
-    plain = mesh.context_size == 1 and mesh.layout.virtual == 1 and not config.parallel.sequence
-    return plain and shape.experts == 0 and layer_spec(config) == "local"
+def shares_prefixes(config: Config, layout: Layout) -> bool:
+    """Return whether microbatches hold common prefixes once. Raises ConfigError if they must and cannot."""
+    reason = ""
+    if layout.context > 1:
+        reason = f"parallel.context={layout.context}: the pieces of context parallelism are cut evenly"
+    elif layer_spec(config) != "local":
+        reason = "TransformerEngine's attention takes no keys of another sequence; model.layers=local does"
+    if reason and config.update.share_prefixes == "on":
+        raise ConfigError(f"update.share_prefixes=on: {reason}; set it to auto")
+    return not reason and config.update.share_prefixes != "off"
 
 
 def cost(length: int, hidden: int) -> float:

@@ -1,0 +1,158 @@
+"""Prefix trees: tokens that trajectories of a microbatch have in common at their start are computed once.
+
+Causal attention and positions give a token the same hidden state in every trajectory that begins with the
+same tokens: system prompt and tools of all tasks, the question of a task's samples, the histories of an
+agent's episode. Sorted by their tokens, trajectories with long common prefixes are neighbours, and the common
+prefixes of neighbours describe the whole tree: two trajectories have as many tokens in common as the two
+neighbours between them that have the fewest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_stppo.base.types import Batch
+
+LEAST = 0.05  # share of the tokens; with less in common, gathering keys and values is not worth it
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Trajectories, sorted so that neighbours have the longest common prefixes.
+
+    Example: those with the tokens ab, cd and abe are Tree([0, 2, 1], [2, 3, 2], [0, 2, 0]): they have 5
+    distinct tokens, a token being distinct by the tokens before it.
+    """
+
+    order: Sequence[int]  # [n]: place of each trajectory among those that were given
+    lengths: np.ndarray  # int64 [n] tokens, in this order
+    common: np.ndarray  # int64 [n] tokens in common with the one before, in this order; 0 for the first
+
+    @classmethod
+    def of(cls, batch: Batch, chosen: Sequence[int], by_route: bool = False) -> Tree:
+        """Return the tree of the trajectories `chosen`, whose tokens the rank must hold.
+
+        It has no common prefixes if they are less than LEAST of all tokens.
+        by_route: tokens differ too if the engine has recorded other experts for them (Batch.routes_P).
+        """
+        lengths, tokens_P = batch.sequence_offsets.diff().tolist(), batch.tokens_P.numpy()
+        rows = tokens_P[:, None].view(np.uint8)
+        if by_route and batch.routes_P is not None:
+            routes = batch.routes_P.flatten(1).numpy()
+            rows = np.concatenate([rows, np.ascontiguousarray(routes).view(np.uint8)], axis=1)
+        held = batch.held_N.tolist()
+        given = [rows[held[i] : held[i] + lengths[i]] for i in chosen]
+        keys = [one.tobytes() for one in given]
+        order = sorted(range(len(given)), key=keys.__getitem__)
+        common = [0] * len(order)
+        for n in range(1, len(order)):
+            before, one = (given[i] for i in order[n - 1 : n + 1])
+            both = min(len(before), len(one))
+            differ = (before[:both] != one[:both]).any(1)
+            common[n] = int(differ.argmax()) if differ.any() else both
+        tree = cls(order, np.array([len(given[i]) for i in order]), np.array(common, dtype=np.int64))
+        saves = sum(common) >= LEAST * tree.lengths.sum()
+        return tree if saves else cls.plain([len(one) for one in given])
+
+    @classmethod
+    def plain(cls, lengths: Sequence[int]) -> Tree:
+        """Return the tree of trajectories of which nothing is known to be common."""
+        of = np.array(lengths, dtype=np.int64)
+        return cls(range(len(of)), of, np.zeros_like(of))
+
+    def bins(self, budget: int) -> list[list[int]]:
+        """Divide the trajectories into bins of at most `budget` distinct tokens; return ascending places.
+
+        Whole subtrees that fit are put into bins, the largest first: each into the bin with room to which it
+        adds the fewest tokens. A trajectory that is longer than the budget gets its own bin.
+        Example: lengths [3, 9, 2, 2] without common prefixes and budget 4: [[1], [0], [2, 3]].
+        """
+        new = self.lengths - self.common
+        upto = np.concatenate([[0], new.cumsum()])
+        subtrees = [
+            (int(self.lengths[a] + upto[b] - upto[a + 1]), min(self.order[a:b]), a, b)
+            for a, b in self._subtrees(upto, budget)
+        ]
+        bin_of = np.full(len(self.lengths), -1)
+        room: list[int] = []
+        for size, _, a, b in sorted(subtrees, key=lambda one: (-one[0], one[1])):
+            added = np.full(len(room), size)
+            placed = bin_of >= 0
+            best = np.zeros(len(room), dtype=np.int64)
+            np.maximum.at(best, bin_of[placed], self._common_with(a, b)[placed])
+            added -= best
+            fits = added <= np.array(room, dtype=np.int64)
+            if fits.any():
+                at = int(np.where(fits, added, size + 1).argmin())
+            else:
+                at, added = len(room), np.append(added, size)
+                room.append(budget)
+            bin_of[a:b] = at
+            room[at] -= int(added[at])
+        bins: list[list[int]] = [[] for _ in room]
+        for place, at in sorted(zip(self.order, bin_of.tolist(), strict=True)):
+            bins[at].append(place)
+        return bins
+
+    def _subtrees(self, upto: np.ndarray, budget: int) -> list[tuple[int, int]]:
+        """Return the largest subtrees of at most `budget` distinct tokens, as slices of the order."""
+        found, left = list[tuple[int, int]](), [(0, len(self.lengths))] if len(self.lengths) else []
+        while left:
+            a, b = left.pop()
+            if b - a == 1 or self.lengths[a] + upto[b] - upto[a + 1] <= budget:
+                found.append((a, b))
+                continue
+            inner = self.common[a + 1 : b]
+            cuts = [a, *(a + 1 + np.flatnonzero(inner == inner.min())).tolist(), b]
+            left += pairwise(cuts)
+        return found
+
+    def _common_with(self, a: int, b: int) -> np.ndarray:
+        """Return the tokens that each trajectory outside a slice has in common with the slice, int64 [n]."""
+        out = np.zeros_like(self.common)
+        out[b:] = np.minimum.accumulate(self.common[b:])
+        out[:a] = np.minimum.accumulate(self.common[a:0:-1])[::-1]
+        return out
+
+    def packed(self, run: Sequence[int]) -> Segments:
+        """Return the layout of the trajectories at the places `run`, each distinct token being there once."""
+        wanted, last = set(run), -1
+        own, paths = list[int](), dict[int, Tensor]()
+        path, end = torch.empty(0, dtype=torch.int64), 0
+        for n, place in enumerate(self.order):
+            if place not in wanted:
+                continue
+            both = int(self.common[last + 1 : n + 1].min()) if last >= 0 else 0
+            new, last = int(self.lengths[n]) - both, n
+            path = torch.cat([path[:both], torch.arange(end, end + new)])
+            end += new
+            own.append(new)
+            paths[place] = path
+        places = torch.cat([path[:0], *(paths[place] for place in run)])
+        if end == len(places):
+            return Segments(torch.tensor(own, dtype=torch.int64), places, None)
+        pieces = [path for path, new in zip(paths.values(), own, strict=True) if new]
+        keys = (torch.tensor([len(one) for one in pieces]), torch.cat(pieces))
+        return Segments(torch.tensor([new for new in own if new]), places, keys)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The layout of the tokens of some trajectories: m segments, one after another.
+
+    A segment has those tokens of a trajectory that are in no segment before it, and attends to the tokens of
+    the whole trajectory up to its own.
+    Example: trajectories of the tokens abcde and abcfgh become segments of 5 and 3 tokens; the tokens of the
+    second are at the places [0, 1, 2, 5, 6, 7], which are also the second segment's keys.
+    """
+
+    lengths: Tensor  # int64 [m]
+    places: Tensor  # int64: the place of each token of each trajectory, trajectory after trajectory
+    # int64 [m] and the places of the keys, segment after segment; None: the segments are the trajectories
+    keys: tuple[Tensor, Tensor] | None
