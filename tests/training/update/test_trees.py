@@ -1,0 +1,39 @@
+"""Common prefixes computed once give the log-probs and gradients of whole trajectories, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.training.update import layouts, trees
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "sequence": (2, {"tensor": 2, "sequence": True}),
+    "pipeline": (2, {"pipeline": 2}),
+    "virtual": (2, {"pipeline": 2, "virtual": 2}),
+    "data": (2, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trees")
+    layouts.write_model(folder, "qwen3")
+    return folder
+
+
+@pytest.mark.parametrize("budget", [1, 24, 1000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_and_gradients_are_those_of_whole_trajectories(
+    layout: str, budget: int, model: Path
+) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    for found in run_ranks(trees.observe, ranks, str(model), parallel, budget):
+        assert found["log-probs"] < 1e-12 and found["gradients"] < 1e-12, found
+        assert found["parameters"] > 5 and found["least"] < 0
+        whole, distinct = found["tokens"]
+        assert distinct == whole if budget == 1 else distinct < whole or layout == "data"
