@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -152,23 +151,6 @@ def holding(batch: Batch, held: Sequence[int], tokens_P: Tensor) -> Batch:
 def groups_of(summaries: Sequence[Summary]) -> Tensor:
     """Return the group of each trajectory, int64 [N]: an equal number for trajectories of one task."""
     return torch.tensor([summary.group for summary in summaries])
-
-
-def partition(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Distribute the indices of `costs` over ranks. Deterministic.
-
-    Indices are assigned in the order of falling cost, each to the rank with the lowest sum so far.
-
-    Example: partition([5, 1, 4, 2], 2) returns [[0, 1], [2, 3]], with a sum of 6 each.
-    """
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    partition: list[list[int]] = [[] for _ in range(ranks)]
-    heap = [(0.0, 0, rank) for rank in range(ranks)]  # sum of costs, number of indices, rank
-    for index in order:
-        total, count, rank = heap[0]
-        partition[rank].append(index)
-        heapq.heapreplace(heap, (total + costs[index], count + 1, rank))
-    return [sorted(part) for part in partition]
 
 
 def pack(

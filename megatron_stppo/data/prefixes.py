@@ -9,7 +9,9 @@ neighbours between them that have the fewest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -156,3 +158,65 @@ class Segments:
     places: Tensor  # int64: the place of each token of each trajectory, trajectory after trajectory
     # int64 [m] and the places of the keys, segment after segment; None: the segments are the trajectories
     keys: tuple[Tensor, Tensor] | None
+
+
+def prompts_of(batch: Batch, index: Tensor) -> tuple[list[int], list[int]]:
+    """Return (tokens of the prompt, a number that is equal for equal prompts) of the trajectories at `index`.
+
+    Without a turn the prompt counts 0 tokens. Needs Batch.state_S.
+    """
+    assert batch.state_S is not None
+    acts, padded = batch.action_offsets.diff()[index] > 0, torch.nn.functional.pad
+    first_T = padded(batch.action_index_T, (0, 1))[batch.action_offsets[index]]
+    tokens = (first_T - batch.sequence_offsets[index]).where(acts, 0)
+    first_S = torch.searchsorted(batch.turn_to_sequence_S, index)
+    return tokens.tolist(), padded(batch.state_S, (0, 1))[first_S].where(acts, -index).tolist()
+
+
+def partition(
+    costs: Sequence[float],
+    ranks: int,
+    groups: Sequence[int] | None = None,
+    saved: Sequence[float] | None = None,
+) -> list[list[int]]:
+    """Distribute the indices of `costs` over ranks. Deterministic.
+
+    Indices are assigned in the order of falling cost, each to the rank with the lowest sum so far.
+    groups: equal numbers for indices of which only the first on a rank has its whole cost; each of the others
+    saves saved[i]. Groups are kept together, or cut into parts, as the largest cost of a rank is lowest.
+
+    Example: partition([5, 1, 4, 2], 2) returns [[0, 1], [2, 3]], with a sum of 6 each. With groups=[0, 1, 0, 1]
+    and saved=[4] * 4, partition([5, 4, 5, 4], 2) returns [[0, 2], [1, 3]], with costs of 5 + 1 and 4 + 0.
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(range(len(costs)) if groups is None else groups):
+        members.setdefault(group, []).append(index)
+
+    def cost_of(indices: Iterable[int]) -> float:
+        of, found = dict[int, list[float]](), 0.0
+        for i in indices:
+            found += costs[i]
+            of.setdefault(i if groups is None else groups[i], []).append(0.0 if saved is None else saved[i])
+        return found - sum(sum(each) - max(each) for each in of.values())
+
+    best, least, parts, largest = list[list[int]](), math.inf, 1, max(map(len, members.values()), default=1)
+    while parts < 2 * largest:
+        units = [
+            m[len(m) * n // parts : len(m) * (n + 1) // parts] for m in members.values() for n in range(parts)
+        ]
+        dealt = _dealt([unit for unit in units if unit], cost_of, ranks)
+        if (most := max(map(cost_of, dealt))) < least:
+            best, least = dealt, most
+        parts *= 2
+    return best
+
+
+def _dealt(units: Sequence[list[int]], cost_of: Callable[[list[int]], float], ranks: int) -> list[list[int]]:
+    found = [(cost_of(unit), unit) for unit in units]
+    heap = [(0.0, 0, rank) for rank in range(ranks)]  # sum of costs, number of units, rank
+    out: list[list[int]] = [[] for _ in range(ranks)]
+    for cost, unit in sorted(found, key=lambda one: (-one[0], one[1])):
+        total, count, rank = heap[0]
+        out[rank] += unit
+        heapq.heapreplace(heap, (total + cost, count + 1, rank))
+    return [sorted(part) for part in out]

@@ -19,10 +19,10 @@ from megatron_stppo.data.packing import (
     PackingSpec,
     microbatch_runs,
     pack,
-    partition,
     prefixes_of,
     unpack,
 )
+from megatron_stppo.data.prefixes import partition, prompts_of
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.parallel.collectives import all_reduce_max
@@ -73,8 +73,13 @@ class Packer:
 
     def partition(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:
         """Return the chosen trajectories of every data-parallel rank, balanced by `cost`."""
-        lengths = batch.sequence_offsets.diff()[torch.tensor(chosen)].tolist()
-        dealt = partition([cost(length, self.hidden) for length in lengths], self.mesh.data_size)
+        index = torch.tensor(chosen)
+        costs = [cost(length, self.hidden) for length in batch.sequence_offsets.diff()[index].tolist()]
+        groups = saved = None
+        if self.spec.share_prefixes and batch.state_S is not None:  # those of one prompt save its cost
+            prompts, groups = prompts_of(batch, index)
+            saved = [cost(length, self.hidden) for length in prompts]
+        dealt = partition(costs, self.mesh.data_size, groups, saved)
         return [[chosen[i] for i in part] for part in dealt]
 
 

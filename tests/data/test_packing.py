@@ -15,14 +15,13 @@ from megatron_stppo.data.packing import (
     holding,
     microbatch_runs,
     pack,
-    partition,
     rollout_logprobs,
     rows_of,
     to_batch,
     unpack,
     without_tokens,
 )
-from megatron_stppo.data.prefixes import Tree
+from megatron_stppo.data.prefixes import Tree, partition, prompts_of
 
 TASK = Task("t", (), ("a",), "train", 0)
 
@@ -85,6 +84,22 @@ def test_partition_balances_cost_and_gives_every_part_an_item() -> None:
     assert partition([9, 1, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4, 5]]
     assert partition([0, 0, 0], 3) == [[0], [1], [2]]
     assert partition([1, 3, 2], 1) == [[0, 1, 2]]
+
+
+def test_partition_keeps_what_shares_a_prompt_together_unless_that_is_slower() -> None:
+    groups, saved = [0, 1, 0, 1], [4] * 4
+    assert partition([5, 4, 5, 4], 2, groups, saved) == [[0, 2], [1, 3]]
+    assert partition([5, 4, 5, 4], 2, groups, [0] * 4) == partition([5, 4, 5, 4], 2)
+    # one group on two ranks: half of it each
+    assert partition([9, 9, 9, 9, 1], 2, [0, 0, 0, 0, 1], [8, 8, 8, 8, 0]) == [[0, 1, 4], [2, 3]]
+
+
+def test_trajectories_with_one_prompt_are_of_one_group() -> None:
+    batch = to_batch([trajectory(2, [(1, 0)]), trajectory(3, [(1, 2), (1, 0)]), trajectory(2, [(4, 0)])])
+    tokens, group = prompts_of(batch, torch.tensor([0, 2, 1]))
+    assert tokens == [2, 2, 3] and group[0] == group[1] != group[2]
+    silent = to_batch([trajectory(2, []), trajectory(2, [(1, 0)])])
+    assert prompts_of(silent, torch.tensor([0, 1]))[0] == [0, 2]
 
 
 def test_microbatches_keep_the_budget_and_a_longer_trajectory_has_its_own() -> None:
