@@ -185,8 +185,8 @@ def partition(
     groups: equal numbers for indices of which only the first on a rank has its whole cost; each of the others
     saves saved[i]. Groups are kept together, or cut into parts, as the largest cost of a rank is lowest.
 
-    Example: partition([5, 1, 4, 2], 2) returns [[0, 1], [2, 3]], with a sum of 6 each. With [0, 1, 0, 1] as groups
-    and 4 saved by each, partition([5, 4, 5, 4], 2, ...) returns [[0, 2], [1, 3]], with costs of 5 + 1 and 4 + 0.
+    Example: partition([5, 1, 4, 2], 2) returns [[0, 1], [2, 3]], with a sum of 6 each. With the groups 0, 1,
+    0 and 1 and 4 saved by each, [5, 4, 5, 4] give [[0, 2], [1, 3]], with costs of 5 + 1 and 4 + 0.
     """
     members: dict[int, list[int]] = {}
     for index, group in enumerate(range(len(costs)) if groups is None else groups):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -126,3 +128,29 @@ def shared_gradient() -> None:
 
 def test_gradients_of_shared_keys_are_added_in_float32() -> None:
     run_ranks(shared_gradient, 1)
+
+
+def kept_once() -> None:
+    """Chosen keys and values are gone after the forward pass, and gradients are those of keys that stay."""
+    process.prepare(engine=False)
+    from megatron_stppo.model.attention import Chosen, again
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 1, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+    query = torch.randn(1, 1, 5, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+    where, gradients = torch.tensor([0, 1, 1, 2, 0]), []
+    for context in (again, lambda *given: nullcontext()):
+        chosen = Chosen.apply(x, where)
+        with context(x, where, chosen):
+            key, value = (one.transpose(0, 1)[None] for one in chosen.unbind(1))
+            out = sum(scaled_dot_product_attention(query, key, value)[..., 0, n] for n in range(3))
+            out = out + (key * value).sum()
+        gone = weakref.ref(chosen.untyped_storage())
+        del chosen, key, value
+        assert (gone() is None) == (context is again)
+        gradients.append(torch.autograd.grad(out, (x, query)))
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+def test_keys_of_shared_tokens_are_kept_once() -> None:
+    run_ranks(kept_once, 1)
