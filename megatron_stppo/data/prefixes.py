@@ -58,7 +58,8 @@ class Tree:
             both = min(len(before), len(one))
             differ = (before[:both] != one[:both]).any(1)
             common[n] = int(differ.argmax()) if differ.any() else both
-        tree = cls(order, np.array([len(given[i]) for i in order]), np.array(common, dtype=np.int64))
+        of = [len(given[i]) for i in order]
+        tree = cls(order, np.array(of, dtype=np.int64), np.array(common, dtype=np.int64))
         saves = sum(common) >= LEAST * tree.lengths.sum()
         return tree if saves else cls.plain([len(one) for one in given])
 
@@ -183,7 +184,8 @@ def partition(
 
     Indices are assigned in the order of falling cost, each to the rank with the lowest sum so far.
     groups: equal numbers for indices of which only the first on a rank has its whole cost; each of the others
-    saves saved[i]. Groups are kept together, or cut into parts, as the largest cost of a rank is lowest.
+    saves saved[i]. Groups are kept together, or cut into parts, as the largest cost of a rank is
+    lowest; a rank is empty only if there are fewer indices than ranks.
 
     Example: partition([5, 1, 4, 2], 2) returns [[0, 1], [2, 3]], with a sum of 6 each. With the groups 0, 1,
     0 and 1 and 4 saved by each, [5, 4, 5, 4] give [[0, 2], [1, 3]], with costs of 5 + 1 and 4 + 0.
@@ -199,14 +201,14 @@ def partition(
             of.setdefault(i if groups is None else groups[i], []).append(0.0 if saved is None else saved[i])
         return found - sum(sum(each) - max(each) for each in of.values())
 
-    best, least, parts, largest = list[list[int]](), math.inf, 1, max(map(len, members.values()), default=1)
-    while parts < 2 * largest:
-        units = [
+    best, least, parts = list[list[int]](), (True, math.inf), 1
+    while parts < 2 * max(map(len, members.values()), default=1):
+        cut = (
             m[len(m) * n // parts : len(m) * (n + 1) // parts] for m in members.values() for n in range(parts)
-        ]
-        dealt = _dealt([unit for unit in units if unit], cost_of, ranks)
-        if (most := max(map(cost_of, dealt))) < least:
-            best, least = dealt, most
+        )
+        dealt = _dealt([unit for unit in cut if unit], cost_of, ranks)
+        found = (not all(dealt), max(map(cost_of, dealt)))  # a rank without a trajectory is worst
+        best, least = (dealt, found) if not best or found < least else (best, least)
         parts *= 2
     return best
 

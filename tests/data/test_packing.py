@@ -90,6 +90,8 @@ def test_partition_keeps_what_shares_a_prompt_together_unless_that_is_slower() -
     groups, saved = [0, 1, 0, 1], [4] * 4
     assert partition([5, 4, 5, 4], 2, groups, saved) == [[0, 2], [1, 3]]
     assert partition([5, 4, 5, 4], 2, groups, [0] * 4) == partition([5, 4, 5, 4], 2)
+    # two groups on three ranks: none is left out, although that would cost no more
+    assert all(partition([9, 9, 9, 9], 3, groups, [8] * 4))
     # one group on two ranks: half of it each
     assert partition([9, 9, 9, 9, 1], 2, [0, 0, 0, 0, 1], [8, 8, 8, 8, 0]) == [[0, 1, 4], [2, 3]]
 
