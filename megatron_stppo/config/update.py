@@ -55,8 +55,8 @@ class UpdateConfig(Section):
     )
     share_prefixes: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="compute once what trajectories of a micro-batch have in common at their start. auto: where "
-        "it is possible (parallel.context=1, model.layers=local) and saves at least 5 % of the tokens",
+        description="compute once what trajectories of a micro-batch have in common at their start. auto: "
+        "where it is possible (parallel.context=1, model.layers=local) and saves at least 5 % of the tokens",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
