@@ -15,7 +15,7 @@ from megatron_stppo.commands.options import File, Overrides, command_group, exam
 
 if TYPE_CHECKING:  # --help must not import torch
     from megatron_stppo.config import Config
-    from megatron_stppo.plan.sharing import Recorded
+    from megatron_stppo.plan.sharing import RecordedBatch
 
 commands = command_group()
 
@@ -84,11 +84,11 @@ def plan(
         raise ConfigError("\n".join(found.broken))
 
 
-def _recorded(config: Config, folder: Path) -> Recorded:
+def _recorded(config: Config, folder: Path) -> RecordedBatch:
     """Return the trajectories of a run, as the first epoch of the planned run divides them.
 
     Raises ConfigError."""
-    from megatron_stppo.plan.sharing import Recorded, newest_batch
+    from megatron_stppo.plan.sharing import RecordedBatch, newest_batch
     from megatron_stppo.training.update.minibatches import minibatches
 
     rollout, count = config.rollout, config.update.minibatches
@@ -99,7 +99,7 @@ def _recorded(config: Config, folder: Path) -> Recorded:
             f"update.minibatches={count}; give another run"
         )
     steps = minibatches(len(batch.live_N), count, config.run.seed, 0, 0, batch.first_N)
-    return Recorded(folder, episodes, batch, steps)
+    return RecordedBatch(folder, episodes, batch, steps)
 
 
 def _plan_asynchronous(

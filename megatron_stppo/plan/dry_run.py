@@ -20,7 +20,7 @@ from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, 
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken
 from megatron_stppo.plan.memory import RankModels
-from megatron_stppo.plan.sharing import Recorded, Sharing
+from megatron_stppo.plan.sharing import RecordedBatch, Sharing
 from megatron_stppo.plan.times import Bounds, bounds
 from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse
 from megatron_stppo.plan.work import Kind, Work, fullest_microbatch, kinds, standing_at
@@ -54,7 +54,7 @@ class Plan:
 
 
 def training_use(
-    config: Config, shape: ModelShape, gpus: int, gpu: Gpu = H100, source: Recorded | None = None
+    config: Config, shape: ModelShape, gpus: int, gpu: Gpu = H100, source: RecordedBatch | None = None
 ) -> TrainingUse:
     """Build and measure one rank of each kind, of `gpus` GPUs that train.
 
@@ -79,7 +79,7 @@ def training_use(
     return TrainingUse(config, layout, spec, dtype, training, work, tokens, sharing, tuple(stages))
 
 
-def plan(config: Config, gpus: int, gpu: Gpu = H100, source: Recorded | None = None) -> Plan:
+def plan(config: Config, gpus: int, gpu: Gpu = H100, source: RecordedBatch | None = None) -> Plan:
     """Return the plan of a run on `gpus` GPUs. source: as in training_use.
 
     Raises ConfigError for a configuration that cannot be built, PlanError for a reshard that would lose rows.

@@ -15,7 +15,7 @@ from megatron_stppo.observe.trajectory_files import recorded
 from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken, serving_limit
-from megatron_stppo.plan.sharing import Recorded
+from megatron_stppo.plan.sharing import RecordedBatch
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Workload
@@ -67,7 +67,7 @@ class Planner:
         work: Workload,
         given: Mapping[str, float],
         gpu: Gpu = H100,
-        source: Recorded | None = None,
+        source: RecordedBatch | None = None,
     ) -> None:
         """given: the assumptions, by name. source: trajectories on which shared prefixes are measured."""
         self.config, self.work, self.given, self.gpu, self.source = config, work, given, gpu, source

@@ -18,7 +18,7 @@ NO_RUN = "prefixes that they share are not counted; --from RUN_DIR measures them
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedBatch:
     """A batch that a run recorded, and how the planned run divides it into minibatches."""
 
     folder: Path
@@ -35,7 +35,7 @@ class Sharing:
     reason: str  # where the number comes from, or why it is 1
 
     @classmethod
-    def of(cls, config: Config, packer: Packer, source: Recorded | None) -> Sharing:
+    def of(cls, config: Config, packer: Packer, source: RecordedBatch | None) -> Sharing:
         """Return the share over all data-parallel ranks, with the planned minibatches and micro-batches."""
         if obstacle := sharing_obstacle(config, packer.mesh.layout):
             return cls(1.0, obstacle)
