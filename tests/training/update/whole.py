@@ -89,10 +89,11 @@ def moved(model: str, folder: str, least: int, parallel: dict[str, int]) -> tupl
     return row, old.old_logprob_T[in_T].double(), new.old_logprob_T[in_T].double()
 
 
-def shared(model: str, folder: str, parallel: dict[str, Any]) -> tuple[float, float]:
+def shared(model: str, folder: str, parallel: dict[str, Any]) -> tuple[float, float, float]:
     """Make an update on 8 trajectories with one of two prompts of 20 tokens, 5 with the first, and on
-    1 to 8 action tokens that differ. Return its update/distinct_share, and distinct prefixes / tokens,
-    counted over all steps and data-parallel ranks: a rank's part of a step is one micro-batch."""
+    1 to 8 action tokens that differ. Return its update/distinct_share, what a plan of it says, and distinct
+    prefixes / tokens, counted over all steps and data-parallel ranks: a rank's part of a step is one
+    micro-batch."""
     learner = build(model, folder, parallel)
     from dataclasses import replace
 
@@ -100,6 +101,7 @@ def shared(model: str, folder: str, parallel: dict[str, Any]) -> tuple[float, fl
 
     from megatron_stppo.base.types import Task, Trajectory, Turn
     from megatron_stppo.data.packing import to_batch
+    from megatron_stppo.plan.sharing import RecordedBatch, Sharing
     from megatron_stppo.training.stages import score, update
     from megatron_stppo.training.update.minibatches import minibatches
 
@@ -111,14 +113,15 @@ def shared(model: str, folder: str, parallel: dict[str, Any]) -> tuple[float, fl
     ones_T = torch.ones(len(given.action_index_T))
     given = replace(given, advantage_T=ones_T, return_T=ones_T)
     row, _, _ = update(learner, score(learner, given, 0), 0)
-    distinct = tokens = 0
-    for chosen in minibatches(8, 2, 0, 0, 0):
+    steps, distinct, tokens = minibatches(8, 2, 0, 0, 0), 0, 0
+    planned = Sharing.of(learner.config, learner.packer, RecordedBatch(Path(folder), 8, given, steps))
+    for chosen in steps:
         for part in learner.packer.partition(given, chosen):
             ids = [played[n].token_ids for n in part]
             distinct += len({one[:end] for one in ids for end in range(1, len(one) + 1)})
             tokens += sum(map(len, ids))
     assert tokens == 8 * 20 + 36
-    return row["update/distinct_share"], distinct / tokens
+    return row["update/distinct_share"], planned.distinct, distinct / tokens
 
 
 def frozen(model: str, folder: str) -> tuple[dict[str, bool], bool]:
