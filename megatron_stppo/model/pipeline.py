@@ -85,14 +85,21 @@ class Packer:
 
 def shares_prefixes(config: Config, layout: Layout) -> bool:
     """Return whether microbatches hold common prefixes once. Raises ConfigError if they must and cannot."""
-    reason = ""
-    if layout.context > 1:
-        reason = f"parallel.context={layout.context}: the pieces of context parallelism are cut evenly"
-    elif layer_spec(config) != "local":
-        reason = "TransformerEngine's attention takes no keys of another sequence; model.layers=local does"
+    reason = sharing_obstacle(config, layout)
     if reason and config.update.share_prefixes == "on":
         raise ConfigError(f"update.share_prefixes=on: {reason}; set it to auto")
-    return not reason and config.update.share_prefixes != "off"
+    return not reason
+
+
+def sharing_obstacle(config: Config, layout: Layout) -> str:
+    """Return why microbatches do not hold common prefixes once, or "" if they do."""
+    if config.update.share_prefixes == "off":
+        return "update.share_prefixes=off"
+    if layout.context > 1:
+        return f"parallel.context={layout.context}: the pieces of context parallelism are cut evenly"
+    if layer_spec(config) != "local":
+        return "TransformerEngine's attention takes no keys of another sequence; model.layers=local does"
+    return ""
 
 
 def cost(length: int, hidden: int) -> float:

@@ -99,6 +99,8 @@ def trajectory(config: Config, length: int) -> Trajectory:
 def fullest_microbatch(config: Config, cut: PackingSpec) -> Microbatch:
     """Return a micro-batch of trajectories of the greatest length and a shorter one that fills the budget.
 
+    They share no prefixes. If they do, as many tokens are computed, but there may be more action tokens, and
+    keys and values of more trajectories while one layer runs backward (docs/performance.md).
     Tensors that the model computes with are on the meta device; tensors that the host reads stay on the host.
     """
     longest = config.max_context
