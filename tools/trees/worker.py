@@ -76,6 +76,8 @@ class Bench:
         from megatron_stppo.training.stages import score, update
 
         seconds, begun = {}, time.process_time()
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
         start = _now()
         batch = score(self.learner, self.batch, 0)
         seconds["score"] = _now() - start
@@ -84,6 +86,8 @@ class Bench:
         row, last, batch = update(self.learner, batch, 0)
         seconds["update"] = _now() - start
         seconds["processor"] = time.process_time() - begun
+        if GPU:
+            seconds["peak"] = float(torch.cuda.max_memory_allocated())
         if any(row[name] for name in row if name.endswith("/skipped")):
             raise AssertionError("a step was skipped: its loss or gradient is not finite")
         assert last is not None and batch.old_logprob_T is not None
