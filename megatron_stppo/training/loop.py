@@ -53,11 +53,10 @@ def train(
     With `resume`, it continues from the newest checkpoint, if there is one. A preemption notice to any rank,
     tools that stay unreachable, and an engine that fails on a GPU lead to a checkpoint and to Requeue.
     """
-    run, leave = config.run, False
     training = _Training.build(config, resume, watchdog, assemble)
     notice.listen()
-    rollouts, observer, log = training.rollouts, training.observer, training.log
-    learner, own = rollouts.learner, training.own
+    run, rollouts, observer, log = config.run, training.rollouts, training.observer, training.log
+    learner, own, leave = rollouts.learner, training.own, False
     if run.evaluate_every and training.first == 0:
         observer.log(0, training.evaluate(0))
     for iteration in training.iterations():
