@@ -14,7 +14,7 @@ from megatron_stppo.base.types import Trajectory
 from tools import benchmark_trees
 from tools.trees import report
 from tools.trees.counts import counts, distinct
-from tools.trees.rollouts import INSTRUCTION, RECORDED, VOCABULARY, _episode, _turn, trajectories
+from tools.trees.rollouts import INSTRUCTION, RECORDED, _episode, _turn, renumbered, trajectories
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,10 +41,17 @@ def test_recorded_episodes_are_those_of_the_example() -> None:
     search, instructed = trajectories("search"), trajectories("instructed")
     assert RECORDED.stat().st_size <= 60 * 1024
     assert [sum(len(t.token_ids) for t in case) for case in (search, instructed)] == [5343, 5343 + 32 * 211]
-    assert "search" in INSTRUCTION and all(max(t.token_ids) < VOCABULARY for t in search)
+    assert "search" in INSTRUCTION and all(max(t.token_ids) < 49_152 for t in search)  # SmolLM2's
     turns = [turn for t in search for turn in t.turns]
     assert sum(len(turn.token_ids) for turn in turns) == 796 and sum(t.reward for t in search) > 0
     assert [t.turns for t in search] == [t.turns for t in instructed]
+
+
+def test_renumbered_tokens_are_few_and_have_the_same_trie() -> None:
+    assert [t.token_ids for t in renumbered(of("xbz", "xbc"))] == [(2, 0, 3), (2, 0, 1)]
+    played = trajectories("instructed")
+    small = renumbered(played)
+    assert max(max(t.token_ids) for t in small) < 4096 and distinct(small) == distinct(played)
 
 
 def test_drawn_episodes_have_the_described_sizes() -> None:

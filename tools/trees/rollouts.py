@@ -27,13 +27,14 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_stppo.base.types import Branch, Task, Trajectory, Turn
 
 RECORDED = Path(__file__).parent / "search.json.gz"
-VOCABULARY = 49_152  # that of SmolLM2, whose tokens are recorded
+DRAWN = 4096  # drawn tokens are below this
 SYSTEM = 3  # tokens of a recorded prompt before the text of the system prompt
 OPENING = (1, 2, 3, 4, 5)
 INSTRUCTION = """You answer questions with the help of a search engine. You may call one or more functions to
@@ -53,6 +54,29 @@ results have the answer, write it as short as possible, without a sentence aroun
 def trajectories(case: str, tasks: int = 0) -> list[Trajectory]:
     """Return the histories of the episodes of a case. tasks: of a case that is drawn; 0: 4 or 2 of them."""
     return [history for episode in CASES[case](tasks) for history in episode.histories()]
+
+
+def renumbered(played: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the trajectories with the tokens that they have numbered from 0: equal ones stay equal.
+
+    So a tiny model needs no large vocabulary, whose head would take most of its time.
+    """
+    number = {token: n for n, token in enumerate(sorted({x for one in played for x in one.token_ids}))}
+
+    def of(ids: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number[token] for token in ids)
+
+    return [
+        replace(
+            one,
+            prompt_ids=of(one.prompt_ids),
+            turns=tuple(
+                replace(turn, token_ids=of(turn.token_ids), observation_ids=of(turn.observation_ids))
+                for turn in one.turns
+            ),
+        )
+        for one in played
+    ]
 
 
 def record(run: Path, iteration: int, tokenizer: Path) -> None:
@@ -142,7 +166,7 @@ class Draw:
     def __call__(self, low: int, high: int | None = None) -> list[int]:
         """Return `low` tokens, or from low to high."""
         count = self.number(low, high or low)
-        return [self._random.randrange(len(OPENING) + 1, VOCABULARY) for _ in range(count)]
+        return [self._random.randrange(len(OPENING) + 1, DRAWN) for _ in range(count)]
 
     def action(self, low: int, high: int) -> list[int]:
         return [*OPENING, *self(low - len(OPENING), high - len(OPENING))]

@@ -19,12 +19,19 @@ import torch
 from megatron_stppo.cluster.launch import process
 from tools.gpu_checks.model import configuration, write_model
 from tools.trees import rollouts
-from tools.trees.rollouts import VOCABULARY
 
 # Random Qwen3 models. slice: four layers of the sizes of Qwen2.5-7B, with the smaller vocabulary of SmolLM2.
 SIZES = {
-    "tiny": {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16},
-    "slice": {"hidden": 3584, "ffn": 18_944, "layers": 4, "heads": 28, "kv_heads": 4, "head_dim": 128},
+    "tiny": {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 4096},
+    "slice": {
+        "hidden": 3584,
+        "ffn": 18_944,
+        "layers": 4,
+        "heads": 28,
+        "kv_heads": 4,
+        "head_dim": 128,
+        "vocab": 49_152,
+    },
 }
 GPU = torch.cuda.is_available()
 ARMS = {"off": False, "on": True}  # update.share_prefixes
@@ -51,11 +58,13 @@ class Bench:
         update |= {"share_prefixes": "on", "actor": optimizer, "critic": optimizer}
         self.config = configuration(model, update=update, algorithm=algorithm)
         shape = read_shape(model)
-        if shape.vocab < VOCABULARY:
-            raise SystemExit(f"--model={model}: has {shape.vocab} tokens; choose one of {VOCABULARY} or more")
+        played = played_of(given)
+        if shape.vocab <= (most := max(max(one.token_ids) for one in played)):
+            played = rollouts.renumbered(played)
+        if shape.vocab <= max(max(one.token_ids) for one in played):
+            raise SystemExit(f"--model={model}: has {shape.vocab} tokens; choose one of more than {most}")
         mesh = process.start(self.config)
         self.learner = build_learner(self.config, shape, mesh, process.dtype(self.config))
-        played = played_of(given)
         self.batch, self._groups = to_batch(played), groups_of([one.summary for one in played])
 
     def packing(self, arm: str, budget: int) -> None:
@@ -132,7 +141,7 @@ def played_of(given: dict[str, Any]) -> list[Any]:
 
 def write(given: dict[str, Any]) -> dict[str, Any]:
     """Write a random model."""
-    write_model(Path(given["model"]), **SIZES[given["size"]], vocab=VOCABULARY)
+    write_model(Path(given["model"]), **SIZES[given["size"]])
     return {}
 
 
