@@ -26,7 +26,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from megatron_stppo.data import context
@@ -158,6 +157,48 @@ class Chosen(torch.autograd.Function):
         return total.to(ctx.dtype), None
 
 
+class Continued(torch.autograd.Function):
+    """Causal attention of q [1, heads, Q, D] to k and v [1, kv_heads, K, D], of which the last Q are the
+    queries' own tokens; on a CPU.
+
+    A mask [Q, K] would be kept for the backward pass. Instead, attention to the own tokens and to those before
+    them are two calls without a mask, and their outputs are averaged with the sums of exponentials as weights.
+    Given the output and the sum of both, the backward pass of each call returns its part of the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        found = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *part, 0.0, causal, scale=scale)
+            for *part, causal in _before_and_own(q, k, v)
+        ]
+        (first, one), (second, other) = found
+        both = torch.logaddexp(one, other)  # [1, heads, Q]
+        out = first * (one - both).exp()[..., None] + second * (other - both).exp()[..., None]
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, both)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, both = ctx.saved_tensors
+        (of_q, *before), (more, *own) = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, q, *part, out, both, 0.0, causal, scale=ctx.scale
+            )
+            for *part, causal in _before_and_own(q, k, v)
+        )
+        of_k, of_v = (torch.cat(two, dim=2) for two in zip(before, own, strict=True))
+        return of_q + more, of_k, of_v, None
+
+
+def _before_and_own(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
+    """Return (keys, values, causal) of the tokens before the queries' own, and of these."""
+    cut = k.shape[2] - q.shape[2]
+    return [(k[:, :, :cut], v[:, :, :cut], False), (k[:, :, cut:], v[:, :, cut:], True)]
+
+
 def again(x: Tensor, where: Tensor, chosen: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which views of `chosen`, the rows x[where], are not saved for the backward pass:
     they are chosen again in it.
@@ -234,10 +275,11 @@ class PackedAttention(torch.nn.Module):
             *(x.transpose(0, 1)[None].split(n, 2) for x, n in zip((query, key, value), lengths, strict=True)),
             strict=True,
         ):
-            last = q.shape[2] < k.shape[2]  # the queries belong to the last of these tokens
-            mask = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])} if last else {"is_causal": True}
+            if q.shape[2] < k.shape[2]:  # the queries belong to the last of these tokens
+                out.append(Continued.apply(q, k, v, self.scale))
+                continue
             attend = functional.scaled_dot_product_attention
-            out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, **mask))
+            out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, is_causal=True))
         return torch.cat(out, dim=2)[0].transpose(0, 1)
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:

@@ -154,3 +154,33 @@ def kept_once() -> None:
 
 def test_keys_of_shared_tokens_are_kept_once() -> None:
     run_ranks(kept_once, 1)
+
+
+def continued(dtype: torch.dtype) -> list[float]:
+    """Return the largest errors of output and gradients, relative to the largest number, against a mask in
+    float64."""
+    process.prepare(engine=False)
+    from megatron_stppo.model.attention import Continued
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((HEADS, 5), (KV_HEADS, 12), (KV_HEADS, 12))
+    given = [(3 * torch.randn(1, heads, n, SIZE, generator=generator)).to(dtype) for heads, n in sizes]
+    weight = torch.randn(1, HEADS, 5, SIZE, generator=generator).to(dtype)
+    mask = torch.ones(5, 12, dtype=torch.bool).tril(7)
+    found = []
+    for attend, to in (
+        (lambda *x: Continued.apply(*x, 0.5), dtype),
+        (lambda *x: scaled_dot_product_attention(*x, mask, scale=0.5, enable_gqa=True), torch.float64),
+    ):
+        own = [x.to(to).requires_grad_() for x in given]
+        out = attend(*own)
+        found.append((out, *torch.autograd.grad((out * weight.to(to)).sum(), own)))
+    return [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float64, 1e-13), (torch.float32, 2e-5), (torch.bfloat16, 0.05)]
+)
+def test_attention_in_two_parts_equals_attention_with_a_mask(dtype: torch.dtype, limit: float) -> None:
+    (errors,) = run_ranks(continued, 1, dtype)
+    assert max(errors) < limit, errors
