@@ -161,9 +161,9 @@ class Continued(torch.autograd.Function):
     """Causal attention of q [1, heads, Q, D] to k and v [1, kv_heads, K, D], of which the last Q are the
     queries' own tokens; on a CPU.
 
-    A mask [Q, K] would be kept for the backward pass. Instead, attention to the own tokens and to those before
-    them are two calls without a mask, and their outputs are averaged with the sums of exponentials as weights.
-    Given the output and the sum of both, the backward pass of each call returns its part of the gradient.
+    A mask [Q, K] would be kept for the backward pass. Instead, attention to the own tokens and to those
+    before is two calls without a mask, and their outputs are averaged with the sums of exponentials as
+    weights. Given the output and the sum of both, each call's backward pass returns its part of the gradient.
     """
 
     @staticmethod
