@@ -37,17 +37,14 @@ class Tree:
     common: np.ndarray  # int64 [n] tokens in common with the one before, in this order; 0 for the first
 
     @classmethod
-    def of(cls, batch: Batch, chosen: Sequence[int], by_route: bool = False) -> Tree:
+    def of(cls, batch: Batch, chosen: Sequence[int], marks_P: Tensor | None = None) -> Tree:
         """Return the tree of the trajectories `chosen`, whose tokens the rank must hold.
 
         It has no common prefixes if they are less than LEAST of all tokens.
-        by_route: tokens differ too if the engine has recorded other experts for them (Batch.routes_P).
+        marks_P: int64, see `route_marks`; tokens with different marks are different tokens.
         """
-        lengths, tokens_P = batch.sequence_offsets.diff().tolist(), batch.tokens_P.numpy()
-        rows = tokens_P[:, None].view(np.uint8)
-        if by_route and batch.routes_P is not None:
-            routes = batch.routes_P.flatten(1).numpy()
-            rows = np.concatenate([rows, np.ascontiguousarray(routes).view(np.uint8)], axis=1)
+        lengths, columns = batch.sequence_offsets.diff().tolist(), [batch.tokens_P]
+        rows = torch.stack(columns if marks_P is None else [*columns, marks_P], dim=1).numpy()
         held = batch.held_N.tolist()
         given = [rows[held[i] : held[i] + lengths[i]] for i in chosen]
         keys = [one.tobytes() for one in given]
@@ -159,6 +156,17 @@ class Segments:
     places: Tensor  # int64: the place of each token of each trajectory, trajectory after trajectory
     # int64 [m] and the places of the keys, segment after segment; None: the segments are the trajectories
     keys: tuple[Tensor, Tensor] | None
+
+
+def route_marks(routes_P: Tensor, stage: int) -> Tensor:
+    """Return a number for the recorded experts (Batch.routes_P) of each token, int64 [P].
+
+    The sum over pipeline stages, of which each has the experts of its own layers, is a mark of all experts.
+    The marks of different experts are equal with a probability below 2^-32.
+    """
+    flat_P, generator = routes_P.flatten(1), torch.Generator().manual_seed(stage)
+    factors = torch.randint(-(2**63), 2**63 - 1, (flat_P.shape[1],), generator=generator)
+    return torch.cat([part.long() @ factors for part in flat_P.split(4096)])  # sums wrap around
 
 
 def prompts_of(batch: Batch, index: Tensor) -> tuple[list[int], list[int]]:

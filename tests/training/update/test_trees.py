@@ -37,3 +37,7 @@ def test_log_probs_and_gradients_are_those_of_whole_trajectories(
         assert found["parameters"] > 5 and found["least"] < 0
         whole, distinct = found["tokens"]
         assert distinct == whole if budget == 1 else distinct < whole or layout == "data"
+
+
+def test_all_pipeline_stages_share_where_the_experts_of_all_layers_agree() -> None:
+    assert run_ranks(trees.stages, 2) == [[[1, 2, 3, 4, 2, 5]]] * 2

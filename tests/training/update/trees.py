@@ -75,3 +75,24 @@ def observe(model: str, parallel: dict[str, Any], budget: int) -> dict[str, Any]
         "tokens": (whole, distinct),
         "least": float(plain_T.max()),
     }
+
+
+def stages() -> list[list[int]]:
+    """Return the tokens of the micro-batches of three trajectories that begin alike, on a pipeline stage. The
+    engine chose other experts for the second token of the third, in the layers of the last stage alone."""
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.data.packing import PackingSpec
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.parallel import groups
+    from tests.data.test_prefixes import played
+
+    mesh = groups.initialize(ParallelConfig(pipeline=2))
+    given = played((1, 2, 3), (1, 2, 4), (1, 2, 5))
+    routes_P = torch.zeros(9, 2, 1, dtype=torch.uint8)
+    routes_P[7] = mesh.pipeline_rank
+    packer = Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu", by_route=True)
+    found = packer.pack(replace(given, routes_P=routes_P), range(3))
+    return [one.tokens_P.tolist() for one in found]
