@@ -22,6 +22,8 @@ from torch import Tensor
 from megatron_stppo.base.types import Batch
 
 LEAST = 0.05  # share of the tokens; with less in common, gathering keys and values is not worth it
+# tokens of a micro-batch's trajectories / its budget: keys and values of all of them take memory in attention
+MOST = 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class Tree:
         return cls(range(len(of)), of, np.zeros_like(of))
 
     def bins(self, budget: int) -> list[list[int]]:
-        """Divide the trajectories into bins of at most `budget` distinct tokens; return ascending places.
+        """Divide the trajectories into bins of at most `budget` distinct tokens, and of at most MOST times as
+        many tokens with those that repeat others; return ascending places.
 
         Whole subtrees that fit are put into bins, the largest first: each into the bin with room to which it
         adds the fewest tokens. A trajectory that is longer than the budget gets its own bin.
@@ -81,31 +84,35 @@ class Tree:
         ]
         bin_of = np.full(len(self.lengths), -1)
         room: list[int] = []
+        left: list[int] = []  # as room, but of the tokens with those that repeat others
         for size, _, a, b in sorted(subtrees, key=lambda one: (-one[0], one[1])):
-            added = np.full(len(room), size)
+            added, every = np.full(len(room), size), int(self.lengths[a:b].sum())
             placed = bin_of >= 0
             best = np.zeros(len(room), dtype=np.int64)
             np.maximum.at(best, bin_of[placed], self._common_with(a, b)[placed])
             added -= best
-            fits = added <= np.array(room, dtype=np.int64)
+            fits = (added <= np.array(room, dtype=np.int64)) & (every <= np.array(left, dtype=np.int64))
             if fits.any():
                 at = int(np.where(fits, added, size + 1).argmin())
             else:
                 at, added = len(room), np.append(added, size)
                 room.append(budget)
+                left.append(MOST * budget)
             bin_of[a:b] = at
             room[at] -= int(added[at])
+            left[at] -= every
         bins: list[list[int]] = [[] for _ in room]
         for place, at in sorted(zip(self.order, bin_of.tolist(), strict=True)):
             bins[at].append(place)
         return bins
 
     def _subtrees(self, upto: np.ndarray, budget: int) -> list[tuple[int, int]]:
-        """Return the largest subtrees of at most `budget` distinct tokens, as slices of the order."""
+        """Return the largest subtrees that fit into a bin, as slices of the order."""
         found, left = list[tuple[int, int]](), [(0, len(self.lengths))] if len(self.lengths) else []
         while left:
             a, b = left.pop()
-            if b - a == 1 or self.lengths[a] + upto[b] - upto[a + 1] <= budget:
+            fits = self.lengths[a] + upto[b] - upto[a + 1] <= budget
+            if b - a == 1 or (fits and self.lengths[a:b].sum() <= MOST * budget):
                 found.append((a, b))
                 continue
             inner = self.common[a + 1 : b]

@@ -86,6 +86,14 @@ def test_what_adds_least_goes_together() -> None:
     assert Tree.of(batch, range(6)).bins(6) == [[0, 2], [1, 3], [4], [5]]
 
 
+def test_the_tokens_of_a_microbatchs_trajectories_are_limited_however_much_they_share() -> None:
+    """Equal trajectories of 11 tokens, all of which would fit into a budget of 11: at most 16 times 11."""
+    tree = Tree.of(played(*[tuple(range(11))] * 40), range(40))
+    assert [len(one) for one in tree.bins(11)] == [16, 16, 8]
+    assert [len(one) for one in tree.bins(10)] == [1] * 40, "each is longer than the budget"
+    assert len(tree.bins(28)) == 1
+
+
 def test_dummy_tokens_follow_shared_ones() -> None:
     (one,) = pack(played((1, 2, 3), (1, 2, 4)), [0, 1], replace(SHARED, multiple=8))
     assert one.lengths.tolist() == [3, 1, 4] and one.position_P.tolist()[4:] == [0, 1, 2, 3]
