@@ -5,8 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +156,32 @@ def kept_once() -> None:
 
 def test_keys_of_shared_tokens_are_kept_once() -> None:
     run_ranks(kept_once, 1)
+
+
+def chosen_after_their_heads_are_repeated() -> None:
+    """Two heads of queries for one of keys and values, which torch 2.11 must repeat."""
+    process.prepare(engine=False)
+    from megatron_stppo.model.attention import Chosen, for_groups, heads_for
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 1, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+    query = torch.randn(sum(LENGTHS), 2, SIZE, generator=generator, dtype=torch.float64)
+    where = torch.arange(sum(LENGTHS)) % 3
+    offsets = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
+    gradients = []
+    for version in (older, newer):
+        chosen = Chosen.apply(heads_for(version, query, x), where)
+
+        @wraps(version)
+        def attend(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            assert key.data_ptr() == chosen.data_ptr(), "a copy would be kept for the backward pass"  # noqa: B023
+            return version(query, key, *args, **kwargs)  # noqa: B023
+
+        given = (offsets, offsets, max(LENGTHS), max(LENGTHS))
+        out = for_groups(attend)(query, *chosen.unbind(1), *given, window_size=(-1, 0))
+        gradients.append(torch.autograd.grad(out.square().sum(), x))
+    torch.testing.assert_close(*gradients)
+
+
+def test_heads_are_repeated_before_the_keys_of_shared_tokens_are_chosen() -> None:
+    run_ranks(chosen_after_their_heads_are_repeated, 1)
