@@ -86,6 +86,18 @@ def test_what_adds_least_goes_together() -> None:
     assert Tree.of(batch, range(6)).bins(6) == [[0, 2], [1, 3], [4], [5]]
 
 
+def test_a_trajectory_goes_where_it_adds_least_also_if_an_earlier_bin_has_room() -> None:
+    # The last four have 1 + 7 + 3 distinct tokens, one too many. Each short one would add 2 to the first bin.
+    batch = played(tuple(range(20, 28)), (1, *range(30, 37)), (1, 2), (1, 3), (1, 4))
+    assert Tree.of(batch, range(5)).bins(10) == [[0, 4], [1, 2, 3]]
+
+
+def test_trajectories_between_which_others_are_left_out_share_what_all_of_them_have_in_common() -> None:
+    tree = Tree.of(played((1, 2, 3), (1, 4, 5), (1, 4, 6)), [0, 1, 2])
+    cut = tree.packed([2, 0])
+    assert cut.lengths.tolist() == [3, 2] and cut.places.tolist() == [0, 3, 4, 0, 1, 2]
+
+
 def test_the_tokens_of_a_microbatchs_trajectories_are_limited_however_much_they_share() -> None:
     """Equal trajectories of 11 tokens, all of which would fit into a budget of 11: at most 16 times 11."""
     tree = Tree.of(played(*[tuple(range(11))] * 40), range(40))

@@ -185,3 +185,34 @@ def chosen_after_their_heads_are_repeated() -> None:
 
 def test_heads_are_repeated_before_the_keys_of_shared_tokens_are_chosen() -> None:
     run_ranks(chosen_after_their_heads_are_repeated, 1)
+
+
+def saved_by_attention() -> list[int]:
+    """Return the rows of what attention saves for its backward pass outside of `again`, for 6 tokens, of which
+    the first is shared by two pieces with 7 keys together."""
+    process.prepare(engine=False)
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.model.attention import Pack, PackedAttention, Pieces, Rotation
+    from megatron_stppo.parallel import groups
+
+    mesh, saved = groups.initialize(ParallelConfig()), list[int]()
+    keys = torch.tensor([3, 4]), torch.tensor([0, 1, 2, 0, 3, 4, 5])
+    pieces = Pieces.of(torch.tensor([3, 3]), torch.device("cpu"), mesh, keys)
+    pack = Pack(pieces=pieces, rotation=Rotation(torch.ones(6, 1, SIZE), torch.zeros(6, 1, SIZE)))
+    settings: Any = SimpleNamespace(kv_channels=SIZE)
+    query, key, value = (torch.ones(6, heads, SIZE, requires_grad=True) for heads in (2, 1, 1))
+
+    def kept(x: Tensor) -> Tensor:
+        saved.append(x.untyped_storage().nbytes() // (SIZE * x.element_size()))
+        return x
+
+    with saved_tensors_hooks(kept, lambda x: x):
+        PackedAttention(settings, 1, None, None)(query, key, value, packed_seq_params=pack)
+    return saved
+
+
+def test_attention_keeps_no_chosen_keys_and_values() -> None:
+    ((*saved,),) = run_ranks(saved_by_attention, 1)
+    assert 2 * 7 not in saved, "keys and values of 7 tokens"

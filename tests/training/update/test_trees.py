@@ -40,4 +40,4 @@ def test_log_probs_and_gradients_are_those_of_whole_trajectories(
 
 
 def test_all_pipeline_stages_share_where_the_experts_of_all_layers_agree() -> None:
-    assert run_ranks(trees.stages, 2) == [[[1, 2, 3, 4, 2, 5]]] * 2
+    assert run_ranks(trees.stages, 2) == [[[1, 2, 2, 2, 3, 4, 5, 6]]] * 2

@@ -78,8 +78,9 @@ def observe(model: str, parallel: dict[str, Any], budget: int) -> dict[str, Any]
 
 
 def stages() -> list[list[int]]:
-    """Return the tokens of the micro-batches of three trajectories that begin alike, on a pipeline stage. The
-    engine chose other experts for the second token of the third, in the layers of the last stage alone."""
+    """Return the tokens of the micro-batches of four trajectories that begin alike, on a pipeline stage,
+    ascending. For the second token of the third, the engine chose other experts in the layers of the last
+    stage alone; for that of the fourth, each stage's are those that the other stage has elsewhere."""
     process.prepare(engine=False)
     import torch
 
@@ -90,9 +91,9 @@ def stages() -> list[list[int]]:
     from tests.data.test_prefixes import played
 
     mesh = groups.initialize(ParallelConfig(pipeline=2))
-    given = played((1, 2, 3), (1, 2, 4), (1, 2, 5))
-    routes_P = torch.zeros(9, 2, 1, dtype=torch.uint8)
-    routes_P[7] = mesh.pipeline_rank
+    given, stage = played((1, 2, 3), (1, 2, 4), (1, 2, 5), (1, 2, 6)), mesh.pipeline_rank
+    routes_P = torch.full((12, 2, 1), stage, dtype=torch.uint8)
+    routes_P[7], routes_P[10] = 2 * stage, 1 - stage
     packer = Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu", by_route=True)
-    found = packer.pack(replace(given, routes_P=routes_P), range(3))
-    return [one.tokens_P.tolist() for one in found]
+    found = packer.pack(replace(given, routes_P=routes_P), range(4))
+    return [sorted(one.tokens_P.tolist()) for one in found]
