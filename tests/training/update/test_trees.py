@@ -41,3 +41,7 @@ def test_log_probs_and_gradients_are_those_of_whole_trajectories(
 
 def test_all_pipeline_stages_share_where_the_experts_of_all_layers_agree() -> None:
     assert run_ranks(trees.stages, 2) == [[[1, 2, 2, 2, 3, 4, 5, 6]]] * 2
+
+
+def test_a_data_parallel_rank_gets_more_trajectories_if_they_share_their_prompt() -> None:
+    assert run_ranks(trees.dealt, 1) == [[[0, 1, 2], [3]]]

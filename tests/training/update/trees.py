@@ -97,3 +97,18 @@ def stages() -> list[list[int]]:
     packer = Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu", by_route=True)
     found = packer.pack(replace(given, routes_P=routes_P), range(4))
     return [sorted(one.tokens_P.tolist()) for one in found]
+
+
+def dealt() -> list[list[int]]:
+    """Return the division over two data-parallel ranks of trajectories of 11 tokens. The first three have a
+    prompt of 10 tokens in common."""
+    process.prepare(engine=False)
+    from types import SimpleNamespace
+
+    from megatron_stppo.data.packing import PackingSpec
+    from megatron_stppo.model.pipeline import Packer
+    from tests.data.test_prefixes import played
+
+    given = played(*((*range(10), 20 + n) for n in range(3)), tuple(range(30, 41)), prompt=10)
+    mesh: Any = SimpleNamespace(data_size=2)
+    return Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu").partition(given, range(4))
