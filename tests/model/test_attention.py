@@ -188,8 +188,8 @@ def test_heads_are_repeated_before_the_keys_of_shared_tokens_are_chosen() -> Non
 
 
 def saved_by_attention() -> list[int]:
-    """Return the rows of what attention saves for its backward pass outside of `again`. Two pieces of 6 tokens
-    share the first and have 7 keys together."""
+    """Return the rows of what attention saves for its backward pass outside of `again`: of 6 tokens in two
+    pieces, which share the first and have 7 keys together."""
     process.prepare(engine=False)
     from torch.autograd.graph import saved_tensors_hooks
 

@@ -112,3 +112,28 @@ def dealt() -> list[list[int]]:
     given = played(*((*range(10), 20 + n) for n in range(3)), tuple(range(30, 41)), prompt=10)
     mesh: Any = SimpleNamespace(data_size=2)
     return Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu").partition(given, range(4))
+
+
+def obstacles() -> list[tuple[str, str]]:
+    """Return the field or layers that a reason for sharing no prefixes names, and the first words of the
+    error with update.share_prefixes=on: for context parallelism and for TransformerEngine's layers."""
+    process.prepare(engine=False)
+    from unittest import mock
+
+    from megatron_stppo.config import Config, ConfigError
+    from megatron_stppo.model import pipeline
+    from megatron_stppo.parallel.layout import Layout
+
+    found = []
+    for layers, parallel in (("local", {"context": 2}), ("transformer_engine", {})):
+        config = Config.model_validate(
+            {"model": {"path": "m"}, "parallel": parallel, "update": {"share_prefixes": "on"}}
+        )
+        layout = Layout.of_world(2, config.parallel)
+        with mock.patch.object(pipeline, "layer_spec", lambda config, layers=layers: layers):
+            reason = pipeline.sharing_obstacle(config, layout)
+            try:
+                pipeline.shares_prefixes(config, layout)
+            except ConfigError as error:
+                found.append((reason.split(":")[0].split("'")[0], str(error).split(": ")[0]))
+    return found
