@@ -72,7 +72,6 @@ class PackingSpec:
     in_step: int = 1  # the number of microbatches is a multiple of this; added ones hold only dummy tokens
     equal: bool = False  # all have as many tokens as the longest, for a pipeline that exchanges no shapes
     share_prefixes: bool = False  # see prefixes.py; needs context_size=1
-    by_route: bool = False  # only where their recorded experts agree too
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
@@ -154,11 +153,15 @@ def groups_of(summaries: Sequence[Summary]) -> Tensor:
 
 
 def pack(
-    batch: Batch, chosen: Sequence[int], spec: PackingSpec, device: torch.device | str | int = "cpu"
+    batch: Batch,
+    chosen: Sequence[int],
+    spec: PackingSpec,
+    device: torch.device | str | int = "cpu",
+    tree: Tree | None = None,
 ) -> list[Microbatch]:
     """Return the microbatches of the chosen trajectories, which the rank must hold; `unpack` restores the
-    Batch's order."""
-    tree = prefixes_of(batch, chosen, spec)
+    Batch's order. tree: that of the chosen trajectories, if it is known."""
+    tree = prefixes_of(batch, chosen, spec) if tree is None else tree
     runs = microbatch_runs(tree, spec)
     cut = [tree.packed(run) for run in runs]
     padded = [_padded(one, spec) for one in cut]
@@ -171,10 +174,15 @@ def pack(
     ]
 
 
-def prefixes_of(batch: Batch, chosen: Sequence[int], spec: PackingSpec) -> Tree:
-    """Return the prefix tree of the chosen trajectories, which the rank must hold if prefixes are shared."""
+def prefixes_of(
+    batch: Batch, chosen: Sequence[int], spec: PackingSpec, marks_P: Tensor | None = None
+) -> Tree:
+    """Return the prefix tree of the chosen trajectories, which the rank must hold if prefixes are shared.
+
+    marks_P: see Tree.of.
+    """
     if spec.share_prefixes:
-        return Tree.of(batch, chosen, spec.by_route)
+        return Tree.of(batch, chosen, marks_P)
     return Tree.plain(batch.sequence_offsets.diff()[torch.as_tensor(chosen, dtype=torch.int64)].tolist())
 
 

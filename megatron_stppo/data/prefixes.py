@@ -22,6 +22,8 @@ from torch import Tensor
 from megatron_stppo.base.types import Batch
 
 LEAST = 0.05  # share of the tokens; with less in common, gathering keys and values is not worth it
+# tokens of a micro-batch's trajectories / its budget: keys and values of all of them take memory in attention
+MOST = 16
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,14 @@ class Tree:
     common: np.ndarray  # int64 [n] tokens in common with the one before, in this order; 0 for the first
 
     @classmethod
-    def of(cls, batch: Batch, chosen: Sequence[int], by_route: bool = False) -> Tree:
+    def of(cls, batch: Batch, chosen: Sequence[int], marks_P: Tensor | None = None) -> Tree:
         """Return the tree of the trajectories `chosen`, whose tokens the rank must hold.
 
         It has no common prefixes if they are less than LEAST of all tokens.
-        by_route: tokens differ too if the engine has recorded other experts for them (Batch.routes_P).
+        marks_P: int64, see `route_marks`; tokens with different marks are different tokens.
         """
-        lengths, tokens_P = batch.sequence_offsets.diff().tolist(), batch.tokens_P.numpy()
-        rows = tokens_P[:, None].view(np.uint8)
-        if by_route and batch.routes_P is not None:
-            routes = batch.routes_P.flatten(1).numpy()
-            rows = np.concatenate([rows, np.ascontiguousarray(routes).view(np.uint8)], axis=1)
+        lengths, columns = batch.sequence_offsets.diff().tolist(), [batch.tokens_P]
+        rows = torch.stack(columns if marks_P is None else [*columns, marks_P], dim=1).numpy()
         held = batch.held_N.tolist()
         given = [rows[held[i] : held[i] + lengths[i]] for i in chosen]
         keys = [one.tobytes() for one in given]
@@ -70,7 +69,8 @@ class Tree:
         return cls(range(len(of)), of, np.zeros_like(of))
 
     def bins(self, budget: int) -> list[list[int]]:
-        """Divide the trajectories into bins of at most `budget` distinct tokens; return ascending places.
+        """Divide the trajectories into bins of at most `budget` distinct tokens, and of at most MOST times as
+        many tokens with those that repeat others; return ascending places.
 
         Whole subtrees that fit are put into bins, the largest first: each into the bin with room to which it
         adds the fewest tokens. A trajectory that is longer than the budget gets its own bin.
@@ -84,31 +84,35 @@ class Tree:
         ]
         bin_of = np.full(len(self.lengths), -1)
         room: list[int] = []
+        left: list[int] = []  # as room, but of the tokens with those that repeat others
         for size, _, a, b in sorted(subtrees, key=lambda one: (-one[0], one[1])):
-            added = np.full(len(room), size)
+            added, every = np.full(len(room), size), int(self.lengths[a:b].sum())
             placed = bin_of >= 0
             best = np.zeros(len(room), dtype=np.int64)
             np.maximum.at(best, bin_of[placed], self._common_with(a, b)[placed])
             added -= best
-            fits = added <= np.array(room, dtype=np.int64)
+            fits = (added <= np.array(room, dtype=np.int64)) & (every <= np.array(left, dtype=np.int64))
             if fits.any():
                 at = int(np.where(fits, added, size + 1).argmin())
             else:
                 at, added = len(room), np.append(added, size)
                 room.append(budget)
+                left.append(MOST * budget)
             bin_of[a:b] = at
             room[at] -= int(added[at])
+            left[at] -= every
         bins: list[list[int]] = [[] for _ in room]
         for place, at in sorted(zip(self.order, bin_of.tolist(), strict=True)):
             bins[at].append(place)
         return bins
 
     def _subtrees(self, upto: np.ndarray, budget: int) -> list[tuple[int, int]]:
-        """Return the largest subtrees of at most `budget` distinct tokens, as slices of the order."""
+        """Return the largest subtrees that fit into a bin, as slices of the order."""
         found, left = list[tuple[int, int]](), [(0, len(self.lengths))] if len(self.lengths) else []
         while left:
             a, b = left.pop()
-            if b - a == 1 or self.lengths[a] + upto[b] - upto[a + 1] <= budget:
+            fits = self.lengths[a] + upto[b] - upto[a + 1] <= budget
+            if b - a == 1 or (fits and self.lengths[a:b].sum() <= MOST * budget):
                 found.append((a, b))
                 continue
             inner = self.common[a + 1 : b]
@@ -159,6 +163,17 @@ class Segments:
     places: Tensor  # int64: the place of each token of each trajectory, trajectory after trajectory
     # int64 [m] and the places of the keys, segment after segment; None: the segments are the trajectories
     keys: tuple[Tensor, Tensor] | None
+
+
+def route_marks(routes_P: Tensor, stage: int) -> Tensor:
+    """Return a number for the recorded experts (Batch.routes_P) of each token, int64 [P].
+
+    The sum over pipeline stages, of which each has the experts of its own layers, is a mark of all experts.
+    The marks of different experts are equal with a probability below 2^-32.
+    """
+    flat_P, generator = routes_P.flatten(1), torch.Generator().manual_seed(stage)
+    factors = torch.randint(-(2**63), 2**63 - 1, (flat_P.shape[1],), generator=generator)
+    return torch.cat([part.long() @ factors for part in flat_P.split(4096)])  # sums wrap around
 
 
 def prompts_of(batch: Batch, index: Tensor) -> tuple[list[int], list[int]]:

@@ -45,10 +45,22 @@ def for_groups(attend: Callable[..., Any]) -> Callable[..., Any]:
         return partial(attend, enable_gqa=True)
 
     def repeated(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        each = query.shape[1] // key.shape[1]
-        return attend(query, *(x.repeat_interleave(each, 1) for x in (key, value)), *args, **kwargs)
+        return attend(query, *(_repeated(x, query, 1) for x in (key, value)), *args, **kwargs)
 
     return repeated
+
+
+def heads_for(attend: Callable[..., Any], query: Tensor, both: Tensor) -> Tensor:
+    """Return keys and values [K, 2, kv_heads, D] with as many heads as for_groups(attend) repeats them to.
+
+    What is chosen from them is then not repeated, and `again` does not keep it.
+    """
+    return both if "enable_gqa" in inspect.signature(attend).parameters else _repeated(both, query, 2)
+
+
+def _repeated(x: Tensor, query: Tensor, dim: int) -> Tensor:
+    each = query.shape[1] // x.shape[dim]
+    return x if each == 1 else x.repeat_interleave(each, dim)
 
 
 _varlen_attn = for_groups(varlen_attn)
@@ -262,6 +274,7 @@ class PackedAttention(torch.nn.Module):
         both = tensor_parallel.gather_from_sequence_parallel_region(
             torch.stack([key, value], 1), group=pieces.group
         )
+        both = heads_for(varlen_attn, query, both) if query.is_cuda else both
         chosen: Tensor = Chosen.apply(both, pieces.where)
         with again(both, pieces.where, chosen):
             key, value = chosen.unbind(1)

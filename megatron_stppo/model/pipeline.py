@@ -22,10 +22,10 @@ from megatron_stppo.data.packing import (
     prefixes_of,
     unpack,
 )
-from megatron_stppo.data.prefixes import partition, prompts_of
+from megatron_stppo.data.prefixes import partition, prompts_of, route_marks
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.policy_head import PolicyHead
-from megatron_stppo.parallel.collectives import all_reduce_max
+from megatron_stppo.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape
@@ -42,6 +42,7 @@ class Packer:
     mesh: MeshRank
     hidden: int  # hidden size of the model, for `cost`
     device: torch.device | str | int
+    by_route: bool = False  # prefixes are shared only where their recorded experts agree too
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, mesh: MeshRank) -> Packer:
@@ -54,22 +55,29 @@ class Packer:
             in_step=mesh.pipeline_size if mesh.layout.virtual > 1 else 1,
             equal=mesh.layout.virtual > 1,
             share_prefixes=shares_prefixes(config, mesh.layout),
-            by_route=config.replays_rollout,
         )
-        return cls(spec, mesh, shape.hidden, torch.cuda.current_device())
+        return cls(spec, mesh, shape.hidden, torch.cuda.current_device(), config.replays_rollout)
 
     def pack(self, batch: Batch, chosen: Sequence[int], most: int | None = None) -> list[Microbatch]:
-        """Return this data-parallel rank's microbatches of the chosen trajectories.
+        """Return this data-parallel rank's microbatches of the chosen trajectories. Collective.
 
         most: only so many of each rank's trajectories.
         """
         partition = [part[:most] for part in self.partition(batch, chosen)]
         mine, spec = partition[self.mesh.data_rank], self.spec
+        tree = prefixes_of(batch, mine, spec, self._marks(batch))
         if self.mesh.layout.expert > 1:  # every layer has a collective over the ranks that share its experts
-            mine_here = len(microbatch_runs(prefixes_of(batch, mine, spec), spec))
-            most_here = all_reduce_max(torch.tensor([mine_here]), self.mesh.data_group)
+            most_here = all_reduce_max(torch.tensor([len(microbatch_runs(tree, spec))]), self.mesh.data_group)
             spec = replace(spec, in_step=int(most_here))
-        return pack(batch, mine, spec, self.device)
+        return pack(batch, mine, spec, self.device, tree)
+
+    def _marks(self, batch: Batch) -> Tensor | None:
+        """Return the marks of the recorded experts of all layers, equal on every pipeline stage, or None if
+        they do not matter. Collective."""
+        if not (self.by_route and self.spec.share_prefixes and batch.routes_P is not None):
+            return None
+        marks_P = route_marks(batch.routes_P, self.mesh.pipeline_rank)
+        return all_reduce_sum(marks_P, self.mesh.pipeline_group) if self.mesh.pipeline_size > 1 else marks_P
 
     def partition(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:
         """Return the chosen trajectories of every data-parallel rank, balanced by `cost`."""

@@ -50,7 +50,7 @@ class Sharing:
                 tokens += int(tree.lengths.sum())
         planned = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
         fewer = f", on {source.episodes} episodes instead of {planned}" if source.episodes < planned else ""
-        routed = ", if the engine's experts agree on them" if packer.spec.by_route else ""
+        routed = ", if the engine's experts agree on them" if packer.by_route else ""
         reason = f"prefixes shared{routed}, measured on {source.folder}{fewer}"
         return cls(computed / tokens if tokens else 1.0, reason)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
 from megatron_stppo.data import prefixes
 from megatron_stppo.data.packing import Microbatch, PackingSpec, pack, to_batch, unpack
-from megatron_stppo.data.prefixes import Tree
+from megatron_stppo.data.prefixes import Tree, route_marks
 
 SHARED = PackingSpec(100, share_prefixes=True)
 
@@ -86,6 +86,26 @@ def test_what_adds_least_goes_together() -> None:
     assert Tree.of(batch, range(6)).bins(6) == [[0, 2], [1, 3], [4], [5]]
 
 
+def test_a_trajectory_goes_where_it_adds_least_also_if_an_earlier_bin_has_room() -> None:
+    # The last four have 1 + 7 + 3 distinct tokens, one too many. Each short one would add 2 to the first bin.
+    batch = played(tuple(range(20, 28)), (1, *range(30, 37)), (1, 2), (1, 3), (1, 4))
+    assert Tree.of(batch, range(5)).bins(10) == [[0, 4], [1, 2, 3]]
+
+
+def test_trajectories_between_which_others_are_left_out_share_what_all_of_them_have_in_common() -> None:
+    tree = Tree.of(played((1, 2, 3), (1, 4, 5), (1, 4, 6)), [0, 1, 2])
+    cut = tree.packed([2, 0])
+    assert cut.lengths.tolist() == [3, 2] and cut.places.tolist() == [0, 3, 4, 0, 1, 2]
+
+
+def test_the_tokens_of_a_microbatchs_trajectories_are_limited_however_much_they_share() -> None:
+    """Equal trajectories of 11 tokens, all of which would fit into a budget of 11: at most 16 times 11."""
+    tree = Tree.of(played(*[tuple(range(11))] * 40), range(40))
+    assert [len(one) for one in tree.bins(11)] == [16, 16, 8]
+    assert [len(one) for one in tree.bins(10)] == [1] * 40, "each is longer than the budget"
+    assert len(tree.bins(28)) == 1
+
+
 def test_dummy_tokens_follow_shared_ones() -> None:
     (one,) = pack(played((1, 2, 3), (1, 2, 4)), [0, 1], replace(SHARED, multiple=8))
     assert one.lengths.tolist() == [3, 1, 4] and one.position_P.tolist()[4:] == [0, 1, 2, 3]
@@ -96,7 +116,8 @@ def test_tokens_with_other_recorded_experts_are_others() -> None:
     batch = played((1, 2, 3), (1, 2, 4), (1, 2, 5))
     routes_P = torch.tensor([0, 1, 9, 0, 1, 9, 0, 2, 9], dtype=torch.uint8)[:, None, None]
     batch = replace(batch, routes_P=routes_P)
-    (one,) = pack(batch, [0, 1, 2], replace(SHARED, by_route=True))
+    tree = Tree.of(batch, [0, 1, 2], route_marks(routes_P, 0))
+    (one,) = pack(batch, [0, 1, 2], SHARED, tree=tree)
     assert one.tokens_P.tolist() == [1, 2, 3, 4, 2, 5] and one.routes_P is not None
     assert one.routes_P.flatten().tolist() == [0, 1, 9, 9, 2, 9]
     (by_token,) = pack(batch, [0, 1, 2], SHARED)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -184,3 +186,63 @@ def continued(dtype: torch.dtype) -> list[float]:
 def test_attention_in_two_parts_equals_attention_with_a_mask(dtype: torch.dtype, limit: float) -> None:
     (errors,) = run_ranks(continued, 1, dtype)
     assert max(errors) < limit, errors
+
+
+def chosen_after_their_heads_are_repeated() -> None:
+    """Two heads of queries for one of keys and values, which torch 2.11 must repeat."""
+    process.prepare(engine=False)
+    from megatron_stppo.model.attention import Chosen, for_groups, heads_for
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 2, 1, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+    query = torch.randn(sum(LENGTHS), 2, SIZE, generator=generator, dtype=torch.float64)
+    where = torch.arange(sum(LENGTHS)) % 3
+    offsets = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
+    gradients = []
+    for version in (older, newer):
+        chosen = Chosen.apply(heads_for(version, query, x), where)
+
+        @wraps(version)
+        def attend(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            assert key.data_ptr() == chosen.data_ptr(), "a copy would be kept for the backward pass"  # noqa: B023
+            return version(query, key, *args, **kwargs)  # noqa: B023
+
+        given = (offsets, offsets, max(LENGTHS), max(LENGTHS))
+        out = for_groups(attend)(query, *chosen.unbind(1), *given, window_size=(-1, 0))
+        gradients.append(torch.autograd.grad(out.square().sum(), x))
+    torch.testing.assert_close(*gradients)
+
+
+def test_heads_are_repeated_before_the_keys_of_shared_tokens_are_chosen() -> None:
+    run_ranks(chosen_after_their_heads_are_repeated, 1)
+
+
+def saved_by_attention() -> list[int]:
+    """Return the rows of what attention saves for its backward pass outside of `again`: of 6 tokens in two
+    pieces, which share the first and have 7 keys together."""
+    process.prepare(engine=False)
+    from torch.autograd.graph import saved_tensors_hooks
+
+    from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.model.attention import Pack, PackedAttention, Pieces, Rotation
+    from megatron_stppo.parallel import groups
+
+    mesh, saved = groups.initialize(ParallelConfig()), list[int]()
+    keys = torch.tensor([3, 4]), torch.tensor([0, 1, 2, 0, 3, 4, 5])
+    pieces = Pieces.of(torch.tensor([3, 3]), torch.device("cpu"), mesh, keys)
+    pack = Pack(pieces=pieces, rotation=Rotation(torch.ones(6, 1, SIZE), torch.zeros(6, 1, SIZE)))
+    settings: Any = SimpleNamespace(kv_channels=SIZE)
+    query, key, value = (torch.ones(6, heads, SIZE, requires_grad=True) for heads in (2, 1, 1))
+
+    def kept(x: Tensor) -> Tensor:
+        saved.append(x.untyped_storage().nbytes() // (SIZE * x.element_size()))
+        return x
+
+    with saved_tensors_hooks(kept, lambda x: x):
+        PackedAttention(settings, 1, None, None)(query, key, value, packed_seq_params=pack)
+    return saved
+
+
+def test_attention_keeps_no_chosen_keys_and_values() -> None:
+    ((*saved,),) = run_ranks(saved_by_attention, 1)
+    assert 2 * 7 not in saved, "keys and values of 7 tokens"

@@ -37,3 +37,16 @@ def test_log_probs_and_gradients_are_those_of_whole_trajectories(
         assert found["parameters"] > 5 and found["least"] < 0
         whole, distinct = found["tokens"]
         assert distinct == whole if budget == 1 else distinct < whole or layout == "data"
+
+
+def test_all_pipeline_stages_share_where_the_experts_of_all_layers_agree() -> None:
+    assert run_ranks(trees.stages, 2) == [[[1, 2, 2, 2, 3, 4, 5, 6]]] * 2
+
+
+def test_a_data_parallel_rank_gets_more_trajectories_if_they_share_their_prompt() -> None:
+    assert run_ranks(trees.dealt, 1) == [[[0, 1, 2], [3]]]
+
+
+def test_layouts_and_layers_that_cannot_share_prefixes_refuse_to() -> None:
+    reasons = ("parallel.context=2", "TransformerEngine")
+    assert run_ranks(trees.obstacles, 1) == [[(reason, "update.share_prefixes=on") for reason in reasons]]

@@ -75,3 +75,65 @@ def observe(model: str, parallel: dict[str, Any], budget: int) -> dict[str, Any]
         "tokens": (whole, distinct),
         "least": float(plain_T.max()),
     }
+
+
+def stages() -> list[list[int]]:
+    """Return the tokens of the micro-batches of four trajectories that begin alike, on a pipeline stage,
+    ascending. For the second token of the third, the engine chose other experts in the layers of the last
+    stage alone; for that of the fourth, each stage's are those that the other stage has elsewhere."""
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.data.packing import PackingSpec
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.parallel import groups
+    from tests.data.test_prefixes import played
+
+    mesh = groups.initialize(ParallelConfig(pipeline=2))
+    given, stage = played((1, 2, 3), (1, 2, 4), (1, 2, 5), (1, 2, 6)), mesh.pipeline_rank
+    routes_P = torch.full((12, 2, 1), stage, dtype=torch.uint8)
+    routes_P[7], routes_P[10] = 2 * stage, 1 - stage
+    packer = Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu", by_route=True)
+    found = packer.pack(replace(given, routes_P=routes_P), range(4))
+    return [sorted(one.tokens_P.tolist()) for one in found]
+
+
+def dealt() -> list[list[int]]:
+    """Return the division over two data-parallel ranks of trajectories of 11 tokens. The first three have a
+    prompt of 10 tokens in common."""
+    process.prepare(engine=False)
+    from types import SimpleNamespace
+
+    from megatron_stppo.data.packing import PackingSpec
+    from megatron_stppo.model.pipeline import Packer
+    from tests.data.test_prefixes import played
+
+    given = played(*((*range(10), 20 + n) for n in range(3)), tuple(range(30, 41)), prompt=10)
+    mesh: Any = SimpleNamespace(data_size=2)
+    return Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu").partition(given, range(4))
+
+
+def obstacles() -> list[tuple[str, str]]:
+    """Return the field or layers that a reason for sharing no prefixes names, and the first words of the
+    error with update.share_prefixes=on: for context parallelism and for TransformerEngine's layers."""
+    process.prepare(engine=False)
+    from unittest import mock
+
+    from megatron_stppo.config import Config, ConfigError
+    from megatron_stppo.model import pipeline
+    from megatron_stppo.parallel.layout import Layout
+
+    found = []
+    for layers, parallel in (("local", {"context": 2}), ("transformer_engine", {})):
+        config = Config.model_validate(
+            {"model": {"path": "m"}, "parallel": parallel, "update": {"share_prefixes": "on"}}
+        )
+        layout = Layout.of_world(2, config.parallel)
+        with mock.patch.object(pipeline, "layer_spec", lambda config, layers=layers: layers):
+            reason = pipeline.sharing_obstacle(config, layout)
+            try:
+                pipeline.shares_prefixes(config, layout)
+            except ConfigError as error:
+                found.append((reason.split(":")[0].split("'")[0], str(error).split(": ")[0]))
+    return found
