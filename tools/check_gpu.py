@@ -1,4 +1,4 @@
-"""Build, check and measure everything in the first 37 minutes with a GPU, part by part.
+"""Build, check and measure everything in the first 40 minutes with a GPU, part by part.
 
     python tools/check_gpu.py [PART ...] [--device cuda|cpu] [--output FOLDER] [--limits 1.0]
 
@@ -12,6 +12,7 @@ The parts, with their limits in minutes:
     serving    5  vLLM: build, sleep, wake, weights in place, log-probs of engine and trainer
     real       7  SmolLM2-135M-Instruct learns word problems: import, cold start, 60 iterations of ST-PPO,
                   evaluations, a checkpoint, a resume; writes the run to runs/check-real
+    trees      3  common prefixes computed once: tokens, times and memory with layers of a 7B
 Without PART, all parts run. Each part writes two files to FOLDER (default: $OUT, else runs/check-gpu):
 PART.log (the output of its steps) and PART.json (outcome, seconds and results of each step). summary.md has a
 table of all parts found there, for docs/gpu.md and docs/performance.md. A step that fails or exceeds its
@@ -206,6 +207,10 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
         Step("log-probs of the trainer", inside("real", "agreement"), 30, needs=megatron),
         Step("ST-PPO, stopped and resumed", inside("real", "trained"), 270, needs=engine),
     ]
+    trees = [sys.executable, "tools/benchmark_trees.py", "--results", "{result}", "--device", device]
+    trees += ["--model", "slice"] if device == "cuda" else ["--cases", "instructed", "--rounds", "1"]
+    trees += ["--output", str(output / "trees")]
+    shared = [Step("common prefixes once", trees, 180, needs=megatron)]
     return {
         "kernels": kernels,
         "training": training,
@@ -214,10 +219,20 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
         "sanitizers": sanitizers,
         "serving": serving,
         "real": real,
+        "trees": shared,
     }
 
 
-MINUTES = {"kernels": 5, "training": 7, "slice": 6, "counters": 4, "sanitizers": 3, "serving": 5, "real": 7}
+MINUTES = {
+    "kernels": 5,
+    "training": 7,
+    "slice": 6,
+    "counters": 4,
+    "sanitizers": 3,
+    "serving": 5,
+    "real": 7,
+    "trees": 3,
+}
 
 
 class Part:

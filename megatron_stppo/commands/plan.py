@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,10 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.commands.open_run import open_config
 from megatron_stppo.commands.options import File, Overrides, command_group, examples
 
+if TYPE_CHECKING:  # --help must not import torch
+    from megatron_stppo.config import Config
+    from megatron_stppo.plan.sharing import RecordedBatch
+
 commands = command_group()
 
 
@@ -20,6 +24,7 @@ commands = command_group()
     epilog=examples(
         "megatron-stppo plan config.yaml --gpus 64",
         "megatron-stppo plan config.yaml --gpus 64 parallel.tensor=8 --json",
+        "megatron-stppo plan config.yaml --gpus 64 --from runs/first",
         "megatron-stppo plan config.yaml --asynchronous --gpus 64 --gpus 256 --from runs/first",
         "megatron-stppo plan config.yaml --asynchronous --gpus 64 --assume tool_seconds=2",
     )
@@ -46,7 +51,9 @@ def plan(
     source: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="--asynchronous: run whose episode lengths are used; default: assumed lengths"
+            "--from",
+            help="run on whose trajectories shared prefixes are measured; default: sharing is not counted. "
+            "--asynchronous: the lengths of episodes are those of the run too; default: assumed lengths",
         ),
     ] = None,
     assume: Annotated[
@@ -62,9 +69,8 @@ def plan(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU: nothing is computed
     if asynchronous:
         return _plan_asynchronous(config, overrides, gpus, source, assume or [], as_json)
-    for option, given in (("--from", source), ("--assume", assume)):
-        if given:
-            raise ConfigError(f"{option}: only plan --asynchronous uses it; add --asynchronous or remove it")
+    if assume:
+        raise ConfigError("--assume: only plan --asynchronous uses it; add --asynchronous or remove it")
     if len(gpus) > 1:
         raise ConfigError(f"--gpus: {len(gpus)} values; give one, or add --asynchronous")
     settings = open_config(config, overrides, "plan", world=gpus[0])
@@ -72,10 +78,28 @@ def plan(
     from megatron_stppo.plan.dry_run import plan as dry_run
     from megatron_stppo.plan.report import write_plan
 
-    found = dry_run(settings, gpus[0])
+    found = dry_run(settings, gpus[0], source=None if source is None else _recorded(settings, source))
     write_plan(found, as_json)
     if found.broken:
         raise ConfigError("\n".join(found.broken))
+
+
+def _recorded(config: Config, folder: Path) -> RecordedBatch:
+    """Return the trajectories of a run, as the first epoch of the planned run divides them.
+
+    Raises ConfigError."""
+    from megatron_stppo.plan.sharing import RecordedBatch, newest_batch
+    from megatron_stppo.training.update.minibatches import minibatches
+
+    rollout, count = config.rollout, config.update.minibatches
+    batch, episodes = newest_batch(folder, rollout.tasks_per_iteration * rollout.samples_per_task)
+    if episodes < count:
+        raise ConfigError(
+            f"--from={folder}: its last iteration has {episodes} episodes, fewer than "
+            f"update.minibatches={count}; give another run"
+        )
+    steps = minibatches(len(batch.live_N), count, config.run.seed, 0, 0, batch.first_N)
+    return RecordedBatch(folder, episodes, batch, steps)
 
 
 def _plan_asynchronous(
@@ -101,7 +125,12 @@ def _plan_asynchronous(
 
     recorded = None if source is None else recorded_lengths(source)
     lengths = recorded or assumptions.lengths(settings, given)
-    planner = Planner(settings, Workload(lengths, assumptions.tools(settings, given)), given)
+    planner = Planner(
+        settings,
+        Workload(lengths, assumptions.tools(settings, given)),
+        given,
+        source=None if source is None else _recorded(settings, source),
+    )
     outlooks = [
         planner.outlook(count, found.trainers, found.left_out, found.refusal)
         for count, found in candidates.items()

@@ -53,6 +53,11 @@ class UpdateConfig(Section):
         "the first step, which gives the same numbers; auto: update if minibatches=1, mismatch=off, "
         "routing_replay is not old_policy and no KL divergence is in the reward",
     )
+    share_prefixes: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="compute once what trajectories of a micro-batch have in common at their start. auto: "
+        "where it is possible (parallel.context=1, model.layers=local) and saves at least 5 % of the tokens",
+    )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description="to host memory while the engine generates. optimizer: the optimizer's states, and "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.base.types import FAILED, Batch, Summary, Trajectory, TurnSummary
-from megatron_stppo.data import context, prompts
+from megatron_stppo.data import context
+from megatron_stppo.data.prefixes import Segments, Tree
 from megatron_stppo.data.routes import unknown
 from megatron_stppo.ops.transfer import to_device
 
@@ -23,7 +23,8 @@ class Microbatch:
     Under context parallelism this is one rank's share of the tokens (see context.py), and T are the action
     tokens that are predicted from this share; sequence_offsets and whole_* describe the shares of all ranks
     together. Under sequence parallelism, dummy tokens at the end make P divisible by the size of the tensor
-    axis. If prompts are shared, sequence_offsets and lengths describe segments (see prompts.py).
+    axis. Tokens that trajectories have in common at their start are there once; sequence_offsets and lengths
+    then describe segments (see prefixes.py).
     """
 
     tokens_P: Tensor  # int64
@@ -40,11 +41,20 @@ class Microbatch:
     rows_P: Tensor  # int64 into the Batch's P, on the host; -1 for dummy tokens
     longest: int  # tokens of the longest trajectory, padding included
     routes_P: Tensor | None = None  # int16, from the Batch; -1: the router chooses
-    history: Tensor | None = None  # int64 on the host, if prompts are shared: see prompts.Segments
+    keys: tuple[Tensor, Tensor] | None = None  # on the host, if prefixes are shared: see prefixes.Segments
+    # int64 [2, r] into the Batch's P, on the host: tokens that are not computed because they repeat others,
+    # and these; None: there are none
+    repeated: Tensor | None = None
 
     @property
     def tokens(self) -> int:
         return len(self.tokens_P)
+
+    @property
+    def distinct(self) -> tuple[int, int]:
+        """The tokens of this rank that are computed, without dummies, and the tokens of its trajectories."""
+        computed = int((self.rows_P >= 0).sum())
+        return computed, computed + (0 if self.repeated is None else self.repeated.shape[1])
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,7 @@ class PackingSpec:
     context_size: int = 1
     in_step: int = 1  # the number of microbatches is a multiple of this; added ones hold only dummy tokens
     equal: bool = False  # all have as many tokens as the longest, for a pipeline that exchanges no shapes
-    # A prompt that trajectories share is in their microbatch once. Needs the defaults of the fields above,
-    # except budget.
-    share_prompts: bool = False
+    share_prefixes: bool = False  # see prefixes.py; needs context_size=1
 
 
 def to_batch(trajectories: Sequence[Trajectory]) -> Batch:
@@ -144,88 +152,73 @@ def groups_of(summaries: Sequence[Summary]) -> Tensor:
     return torch.tensor([summary.group for summary in summaries])
 
 
-def partition(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Distribute the indices of `costs` over ranks. Deterministic.
-
-    Indices are assigned in the order of falling cost, each to the rank with the lowest sum so far.
-
-    Example: partition([5, 1, 4, 2], 2) returns [[0, 1], [2, 3]], with a sum of 6 each.
-    """
-    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
-    partition: list[list[int]] = [[] for _ in range(ranks)]
-    heap = [(0.0, 0, rank) for rank in range(ranks)]  # sum of costs, number of indices, rank
-    for index in order:
-        total, count, rank = heap[0]
-        partition[rank].append(index)
-        heapq.heapreplace(heap, (total + costs[index], count + 1, rank))
-    return [sorted(part) for part in partition]
-
-
-def split_by_budget(lengths: Sequence[int], chosen: Sequence[int], budget: int) -> list[list[int]]:
-    """Pack `chosen` into bins of at most `budget` tokens: longest first, each into the first bin with room.
-
-    A trajectory that is longer than the budget gets its own bin. The order inside a bin is that of `chosen`.
-    Example: lengths [3, 9, 2, 2], all chosen, with budget 4 give [[1], [0], [2, 3]].
-    """
-    place = {index: at for at, index in enumerate(chosen)}
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(chosen, key=lambda i: (-lengths[i], place[i])):
-        at = next((b for b, left in enumerate(room) if left >= lengths[index]), len(bins))
-        if at == len(bins):
-            bins.append([])
-            room.append(budget)
-        bins[at].append(index)
-        room[at] -= lengths[index]
-    return [sorted(one, key=place.__getitem__) for one in bins]
-
-
 def pack(
-    batch: Batch, chosen: Sequence[int], spec: PackingSpec, device: torch.device | str | int = "cpu"
+    batch: Batch,
+    chosen: Sequence[int],
+    spec: PackingSpec,
+    device: torch.device | str | int = "cpu",
+    tree: Tree | None = None,
 ) -> list[Microbatch]:
     """Return the microbatches of the chosen trajectories, which the rank must hold; `unpack` restores the
-    Batch's order."""
-    lengths = batch.sequence_offsets.diff().tolist()
-    runs = microbatch_runs(lengths, chosen, spec)
-    padded = [_padded(lengths, run, spec) for run in runs]
+    Batch's order. tree: that of the chosen trajectories, if it is known."""
+    tree = prefixes_of(batch, chosen, spec) if tree is None else tree
+    runs = microbatch_runs(tree, spec)
+    cut = [tree.packed(run) for run in runs]
+    padded = [_padded(one, spec) for one in cut]
     if spec.equal:
         least = max(int(x.sum()) for x in padded) // spec.context_size
-        padded = [_padded(lengths, run, spec, least) for run in runs]
-    return [_pack_one(batch, run, own, spec, device) for run, own in zip(runs, padded, strict=True)]
+        padded = [_padded(one, spec, least) for one in cut]
+    return [
+        _pack_one(batch, [chosen[i] for i in run], one, own, spec, device)
+        for run, one, own in zip(runs, cut, padded, strict=True)
+    ]
 
 
-def microbatch_runs(lengths: Sequence[int], chosen: Sequence[int], spec: PackingSpec) -> list[list[int]]:
-    """Return the trajectories of each microbatch; an empty list for a microbatch of dummy tokens."""
-    runs = split_by_budget(lengths, chosen, spec.budget * spec.context_size)
+def prefixes_of(
+    batch: Batch, chosen: Sequence[int], spec: PackingSpec, marks_P: Tensor | None = None
+) -> Tree:
+    """Return the prefix tree of the chosen trajectories, which the rank must hold if prefixes are shared.
+
+    marks_P: see Tree.of.
+    """
+    if spec.share_prefixes:
+        return Tree.of(batch, chosen, marks_P)
+    return Tree.plain(batch.sequence_offsets.diff()[torch.as_tensor(chosen, dtype=torch.int64)].tolist())
+
+
+def microbatch_runs(tree: Tree, spec: PackingSpec) -> list[list[int]]:
+    """Return the places of each microbatch's trajectories among those of the tree; an empty list for a
+    microbatch of dummy tokens."""
+    runs = tree.bins(spec.budget * spec.context_size)
     return runs + [[]] * (-len(runs) % spec.in_step)
 
 
-def _padded(lengths: Sequence[int], run: Sequence[int], spec: PackingSpec, least: int = 1) -> Tensor:
-    chosen = torch.tensor([lengths[i] for i in run], dtype=torch.int64)
-    return context.padded_lengths(chosen, spec.context_size, spec.multiple, least)
+def _padded(cut: Segments, spec: PackingSpec, least: int = 1) -> Tensor:
+    return context.padded_lengths(cut.lengths, spec.context_size, spec.multiple, least)
 
 
 def _pack_one(
-    batch: Batch, run: Sequence[int], padded: Tensor, spec: PackingSpec, device: torch.device | str | int
+    batch: Batch,
+    run: Sequence[int],
+    cut: Segments,
+    padded: Tensor,
+    spec: PackingSpec,
+    device: torch.device | str | int,
 ) -> Microbatch:
     index = torch.tensor(run, dtype=torch.int64)
     lengths, counts = batch.sequence_offsets.diff()[index], batch.action_offsets.diff()[index]
     rows_P, rows_T = rows_of(batch, index), _rows(batch.action_offsets[index], counts)
-    shared = prompts.segments(batch, run) if spec.share_prompts else None
-    padded = padded if shared is None else shared.lengths
     turns = torch.cat([torch.nonzero(batch.turn_to_sequence_S == i).squeeze(1) for i in run] or [index])
     offsets, starts = _offsets(padded), _offsets(lengths)[:-1]
-    # moved_P: the index of each packed token among the padded tokens
-    if shared is None:
-        moved_P = torch.repeat_interleave(offsets[: len(run)] - starts, lengths) + torch.arange(len(rows_P))
-    else:
-        moved_P = shared.places
+    # moved_P: the place of each token of the trajectories among the padded tokens
+    gaps = offsets[: len(cut.lengths)] - _offsets(cut.lengths)[:-1]
+    moved_P = cut.places + torch.repeat_interleave(gaps, cut.lengths)[cut.places]
     tokens = torch.zeros(int(offsets[-1]), dtype=torch.int64)
     # padding continues its sequence
     position = torch.arange(len(tokens)) - torch.repeat_interleave(offsets[:-1], padded)
     tokens[moved_P], position[moved_P] = batch.tokens_P[rows_P], _rows(torch.zeros_like(index), lengths)
-    origin = torch.full_like(tokens, -1)
-    origin[moved_P] = rows_P
+    # of equal tokens the first; -1: a dummy
+    origin = torch.full_like(tokens, -1).scatter_reduce(0, moved_P, rows_P, "amin", include_self=False)
     mine, local = context.share(padded, spec.context_rank, spec.context_size)
     start_of_rows = torch.repeat_interleave(starts - batch.sequence_offsets[index], counts)
     acting = batch.action_index_T[rows_T] + start_of_rows
@@ -234,6 +227,7 @@ def _pack_one(
     whole_turns, whole_actions = _offsets(batch.turn_offsets.diff()[turns]), _offsets(counts)
     before = _offsets(here_T.long())  # how many of the first t action tokens are here
     rows_T = rows_T[here_T]
+    again = origin[moved_P] != rows_P
 
     columns = (tokens[mine], position[mine], local[predicting[here_T]], target[here_T], offsets)
     # one copy to the device instead of five
@@ -253,8 +247,9 @@ def _pack_one(
         rows_T=rows_T,
         rows_P=origin[mine],
         routes_P=None if batch.routes_P is None else to_device(_routes(batch.routes_P, origin[mine]), device),
-        longest=int(padded.max() if shared is None else lengths.max()),
-        history=None if shared is None else shared.history,
+        longest=int(torch.cat([padded, lengths]).max()),
+        keys=cut.keys,
+        repeated=torch.stack([rows_P, origin[moved_P]])[:, again] if cut.keys is not None else None,
     )
 
 

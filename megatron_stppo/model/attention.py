@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,11 +24,11 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
-from megatron_stppo.data import context, prompts
+from megatron_stppo.data import context
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
@@ -44,10 +45,22 @@ def for_groups(attend: Callable[..., Any]) -> Callable[..., Any]:
         return partial(attend, enable_gqa=True)
 
     def repeated(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        each = query.shape[1] // key.shape[1]
-        return attend(query, *(x.repeat_interleave(each, 1) for x in (key, value)), *args, **kwargs)
+        return attend(query, *(_repeated(x, query, 1) for x in (key, value)), *args, **kwargs)
 
     return repeated
+
+
+def heads_for(attend: Callable[..., Any], query: Tensor, both: Tensor) -> Tensor:
+    """Return keys and values [K, 2, kv_heads, D] with as many heads as for_groups(attend) repeats them to.
+
+    What is chosen from them is then not repeated, and `again` does not keep it.
+    """
+    return both if "enable_gqa" in inspect.signature(attend).parameters else _repeated(both, query, 2)
+
+
+def _repeated(x: Tensor, query: Tensor, dim: int) -> Tensor:
+    each = query.shape[1] // x.shape[dim]
+    return x if each == 1 else x.repeat_interleave(each, dim)
 
 
 _varlen_attn = for_groups(varlen_attn)
@@ -92,7 +105,7 @@ class Pack(PackedSeqParams):
             cu_seqlens_kv=offsets,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            pieces=Pieces.of(microbatch.lengths, offsets.device, mesh, microbatch.history),
+            pieces=Pieces.of(microbatch.lengths, offsets.device, mesh, microbatch.keys),
         )
 
 
@@ -112,15 +125,21 @@ class Pieces:
 
     @classmethod
     def of(
-        cls, lengths: Tensor, device: torch.device, mesh: MeshRank, history: Tensor | None = None
+        cls,
+        lengths: Tensor,
+        device: torch.device,
+        mesh: MeshRank,
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> Pieces:
+        """given: the keys of the first sequences, see prefixes.Segments."""
         rank, size = mesh.context_rank, mesh.context_size
-        if history is None:
-            queries, keys, where = context.attended(lengths, rank, size)
-        else:
-            queries, (keys, where) = lengths, prompts.keys_of(lengths, history)
+        queries, keys, where = context.attended(lengths, rank, size)
+        if given is not None:  # and one context rank; dummy tokens at the end attend to themselves
+            dummies = int(lengths[len(given[0]) :].sum())
+            keys = torch.cat([given[0], lengths[len(given[0]) :]])
+            where = torch.cat([given[1], where[len(where) - dummies :]])
         offsets = torch.stack([functional.pad(n.cumsum(0), (1, 0)).int() for n in (queries, keys)])
-        gathered = to_device(where, device) if size > 1 or history is not None else None
+        gathered = to_device(where, device) if size > 1 or given is not None else None
         moved = to_device(offsets, device).unbind()
         return cls(queries.tolist(), keys.tolist(), gathered, mesh.context_group, *moved)
 
@@ -129,7 +148,7 @@ class Chosen(torch.autograd.Function):
     """x[where] of x [rows, ...] and where [n], whose gradient is added up in float32.
 
     In bfloat16 the gradient of what n trajectories share, such as the keys and values of their prompt, would
-    be rounded n times.
+    be rounded n times. On a GPU, index_add_ would add in any order, and the bits would differ between calls.
     """
 
     @staticmethod
@@ -142,8 +161,81 @@ class Chosen(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (where,) = ctx.saved_tensors
         wide = torch.promote_types(ctx.dtype, torch.float32)
-        total = torch.zeros(ctx.shape, dtype=wide, device=gradient.device)
-        return total.index_add_(0, where, gradient.to(wide)).to(ctx.dtype), None
+        total, gradient = torch.zeros(ctx.shape, dtype=wide, device=gradient.device), gradient.to(wide)
+        if gradient.is_cuda:
+            total.index_put_((where,), gradient, accumulate=True)
+        else:
+            total.index_add_(0, where, gradient)
+        return total.to(ctx.dtype), None
+
+
+class Continued(torch.autograd.Function):
+    """Causal attention of q [1, heads, Q, D] to k and v [1, kv_heads, K, D], of which the last Q are the
+    queries' own tokens; on a CPU.
+
+    A mask [Q, K] would be kept for the backward pass. Instead, attention to the own tokens and to those
+    before is two calls without a mask, and their outputs are averaged with the sums of exponentials as
+    weights. Given the output and the sum of both, each call's backward pass returns its part of the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        found = [
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *part, 0.0, causal, scale=scale)
+            for *part, causal in _before_and_own(q, k, v)
+        ]
+        (first, one), (second, other) = found
+        both = torch.logaddexp(one, other)  # [1, heads, Q]
+        out = first * (one - both).exp()[..., None] + second * (other - both).exp()[..., None]
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, both)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, both = ctx.saved_tensors
+        (of_q, *before), (more, *own) = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, q, *part, out, both, 0.0, causal, scale=ctx.scale
+            )
+            for *part, causal in _before_and_own(q, k, v)
+        )
+        of_k, of_v = (torch.cat(two, dim=2) for two in zip(before, own, strict=True))
+        return of_q + more, of_k, of_v, None
+
+
+def _before_and_own(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor, bool]]:
+    """Return (keys, values, causal) of the tokens before the queries' own, and of these."""
+    cut = k.shape[2] - q.shape[2]
+    return [(k[:, :, :cut], v[:, :, :cut], False), (k[:, :, cut:], v[:, :, cut:], True)]
+
+
+def again(x: Tensor, where: Tensor, chosen: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which views of `chosen`, the rows x[where], are not saved for the backward pass:
+    they are chosen again in it.
+
+    So the keys and values of what trajectories share take the memory of one copy, and of all copies only
+    while the backward pass of a layer's attention runs.
+    """
+    x, storage = x.detach(), chosen.untyped_storage().data_ptr()
+    waiting, copies = [0], list[Tensor]()  # views that the backward pass still needs
+
+    def kept(saved: Tensor) -> Any:
+        if saved.untyped_storage().data_ptr() != storage:
+            return saved
+        waiting[0] += 1
+        return saved.size(), saved.stride(), saved.storage_offset()
+
+    def restored(of: Any) -> Tensor:
+        if isinstance(of, Tensor):
+            return of
+        if not copies:
+            copies.append(x.index_select(0, where))
+        waiting[0] -= 1
+        return (copies[0] if waiting[0] else copies.pop()).as_strided(*of)
+
+    return saved_tensors_hooks(kept, restored)
 
 
 class PackedAttention(torch.nn.Module):
@@ -176,13 +268,17 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params.rotation is not None
         pieces, rotation = packed_seq_params.pieces, packed_seq_params.rotation
         query, key = rotation(query), rotation(key)
-        if pieces.where is not None:
-            both = tensor_parallel.gather_from_sequence_parallel_region(
-                torch.stack([key, value], 1), group=pieces.group
-            )
-            key, value = Chosen.apply(both, pieces.where).unbind(1)
         attend = self._attend_cuda if query.is_cuda else self._attend_each
-        return attend(query, key, value, pieces).reshape(query.shape[0], -1)
+        if pieces.where is None:
+            return attend(query, key, value, pieces).reshape(query.shape[0], -1)
+        both = tensor_parallel.gather_from_sequence_parallel_region(
+            torch.stack([key, value], 1), group=pieces.group
+        )
+        both = heads_for(varlen_attn, query, both) if query.is_cuda else both
+        chosen: Tensor = Chosen.apply(both, pieces.where)
+        with again(both, pieces.where, chosen):
+            key, value = chosen.unbind(1)
+            return attend(query, key, value, pieces).reshape(query.shape[0], -1)
 
     def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         out = []
@@ -192,10 +288,11 @@ class PackedAttention(torch.nn.Module):
             *(x.transpose(0, 1)[None].split(n, 2) for x, n in zip((query, key, value), lengths, strict=True)),
             strict=True,
         ):
-            last = q.shape[2] < k.shape[2]  # the queries belong to the last of these tokens
-            mask = {"attn_mask": causal_lower_right(q.shape[2], k.shape[2])} if last else {"is_causal": True}
+            if q.shape[2] < k.shape[2]:  # the queries belong to the last of these tokens
+                out.append(Continued.apply(q, k, v, self.scale))
+                continue
             attend = functional.scaled_dot_product_attention
-            out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, **mask))
+            out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, is_causal=True))
         return torch.cat(out, dim=2)[0].transpose(0, 1)
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:

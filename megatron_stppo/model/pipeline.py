@@ -13,11 +13,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megatron_stppo.base.types import Batch
-from megatron_stppo.config import Config
-from megatron_stppo.data.packing import Microbatch, PackingSpec, microbatch_runs, pack, partition, unpack
+from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.packing import (
+    Microbatch,
+    PackingSpec,
+    microbatch_runs,
+    pack,
+    prefixes_of,
+    unpack,
+)
+from megatron_stppo.data.prefixes import partition, prompts_of, route_marks
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the order of their layers
@@ -32,6 +42,7 @@ class Packer:
     mesh: MeshRank
     hidden: int  # hidden size of the model, for `cost`
     device: torch.device | str | int
+    by_route: bool = False  # prefixes are shared only where their recorded experts agree too
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, mesh: MeshRank) -> Packer:
@@ -43,37 +54,60 @@ class Packer:
             # the interleaved schedule processes groups of microbatches, which must have equal lengths
             in_step=mesh.pipeline_size if mesh.layout.virtual > 1 else 1,
             equal=mesh.layout.virtual > 1,
-            share_prompts=_can_share_prompts(config, shape, mesh),
+            share_prefixes=shares_prefixes(config, mesh.layout),
         )
-        return cls(spec, mesh, shape.hidden, torch.cuda.current_device())
+        return cls(spec, mesh, shape.hidden, torch.cuda.current_device(), config.replays_rollout)
 
     def pack(self, batch: Batch, chosen: Sequence[int], most: int | None = None) -> list[Microbatch]:
-        """Return this data-parallel rank's microbatches of the chosen trajectories.
+        """Return this data-parallel rank's microbatches of the chosen trajectories. Collective.
 
         most: only so many of each rank's trajectories.
         """
         partition = [part[:most] for part in self.partition(batch, chosen)]
         mine, spec = partition[self.mesh.data_rank], self.spec
+        tree = prefixes_of(batch, mine, spec, self._marks(batch))
         if self.mesh.layout.expert > 1:  # every layer has a collective over the ranks that share its experts
-            lengths = batch.sequence_offsets.diff().tolist()
-            spec = replace(spec, in_step=max(len(microbatch_runs(lengths, part, spec)) for part in partition))
-        return pack(batch, mine, spec, self.device)
+            most_here = all_reduce_max(torch.tensor([len(microbatch_runs(tree, spec))]), self.mesh.data_group)
+            spec = replace(spec, in_step=int(most_here))
+        return pack(batch, mine, spec, self.device, tree)
+
+    def _marks(self, batch: Batch) -> Tensor | None:
+        """Return the marks of the recorded experts of all layers, equal on every pipeline stage, or None if
+        they do not matter. Collective."""
+        if not (self.by_route and self.spec.share_prefixes and batch.routes_P is not None):
+            return None
+        marks_P = route_marks(batch.routes_P, self.mesh.pipeline_rank)
+        return all_reduce_sum(marks_P, self.mesh.pipeline_group) if self.mesh.pipeline_size > 1 else marks_P
 
     def partition(self, batch: Batch, chosen: Sequence[int]) -> list[list[int]]:
         """Return the chosen trajectories of every data-parallel rank, balanced by `cost`."""
-        lengths = batch.sequence_offsets.diff()[torch.tensor(chosen)].tolist()
-        dealt = partition([cost(length, self.hidden) for length in lengths], self.mesh.data_size)
+        index = torch.tensor(chosen)
+        costs = [cost(length, self.hidden) for length in batch.sequence_offsets.diff()[index].tolist()]
+        groups = saved = None
+        if self.spec.share_prefixes and batch.state_S is not None:  # those of one prompt save its cost
+            prompts, groups = prompts_of(batch, index)
+            saved = [cost(length, self.hidden) for length in prompts]
+        dealt = partition(costs, self.mesh.data_size, groups, saved)
         return [[chosen[i] for i in part] for part in dealt]
 
 
-def _can_share_prompts(config: Config, shape: ModelShape, mesh: MeshRank) -> bool:
-    """Return whether microbatches may hold a shared prompt once.
+def shares_prefixes(config: Config, layout: Layout) -> bool:
+    """Return whether microbatches hold common prefixes once. Raises ConfigError if they must and cannot."""
+    reason = sharing_obstacle(config, layout)
+    if reason and config.update.share_prefixes == "on":
+        raise ConfigError(f"update.share_prefixes=on: {reason}; set it to auto")
+    return not reason
 
-    This needs attention with keys from another segment, which PackedAttention (model.layers=local) supports
-    on one context rank. It is off for models with experts, because routes are recorded per trajectory.
-    """
-    plain = mesh.context_size == 1 and mesh.layout.virtual == 1 and not config.parallel.sequence
-    return plain and shape.experts == 0 and layer_spec(config) == "local"
+
+def sharing_obstacle(config: Config, layout: Layout) -> str:
+    """Return why microbatches do not hold common prefixes once, or "" if they do."""
+    if config.update.share_prefixes == "off":
+        return "update.share_prefixes=off"
+    if layout.context > 1:
+        return f"parallel.context={layout.context}: the pieces of context parallelism are cut evenly"
+    if layer_spec(config) != "local":
+        return "TransformerEngine's attention takes no keys of another sequence; model.layers=local does"
+    return ""
 
 
 def cost(length: int, hidden: int) -> float:

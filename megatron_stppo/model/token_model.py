@@ -93,9 +93,9 @@ class TokenModel(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.mesh.tensor_group
             )
-        if microbatch.history is None:
+        if microbatch.keys is None:
             selected = hidden[:, 0].index_select(0, microbatch.hidden_index_T)
-        else:  # the first action token of each trajectory reads the last token of the prompt that they share
+        else:  # several action tokens may read one token that their trajectories share
             selected = Chosen.apply(hidden[:, 0], microbatch.hidden_index_T)
         return self.output_layer(selected) if isinstance(self.output_layer, ValueHead) else selected
 

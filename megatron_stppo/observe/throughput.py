@@ -45,8 +45,9 @@ def throughput(
 def phase_flop(config: Config, shape: ModelShape, batch: Batch) -> dict[str, int]:
     """Return the model FLOP of an iteration by phase, over all ranks.
 
-    Every model that is scored computes each token once. Per epoch the actor trains on each token once, the
-    critic update.critic_steps times. The forward pass for actor/kl_after is left out.
+    A token counts in each trajectory that shares it. Every model that is scored computes each token once. Per
+    epoch the actor trains on each token once, the critic update.critic_steps times. The forward pass for
+    actor/kl_after is left out.
     """
     lengths = batch.sequence_offsets.diff().tolist()
     actions, lora = len(batch.action_index_T), (config.model.lora.rank, config.model.lora.names)

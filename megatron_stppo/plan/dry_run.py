@@ -15,12 +15,12 @@ from megatron_stppo.model import build, fusions
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Offload
 from megatron_stppo.model.pipeline import Packer
-from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken
 from megatron_stppo.plan.memory import RankModels
+from megatron_stppo.plan.sharing import RecordedBatch, Sharing
 from megatron_stppo.plan.times import Bounds, bounds
 from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse
 from megatron_stppo.plan.work import Kind, Work, fullest_microbatch, kinds, standing_at
@@ -53,9 +53,12 @@ class Plan:
         return self.engine, self.exchange.staging, self.use.config.update.offload
 
 
-def training_use(config: Config, shape: ModelShape, gpus: int, gpu: Gpu = H100) -> TrainingUse:
+def training_use(
+    config: Config, shape: ModelShape, gpus: int, gpu: Gpu = H100, source: RecordedBatch | None = None
+) -> TrainingUse:
     """Build and measure one rank of each kind, of `gpus` GPUs that train.
 
+    source: trajectories on which shared prefixes are measured.
     Raises ConfigError for a configuration that cannot be built.
     """
     layout, dtype = Layout.of_world(gpus, config.parallel), planned_dtype(config)
@@ -68,19 +71,21 @@ def training_use(config: Config, shape: ModelShape, gpus: int, gpu: Gpu = H100) 
     stages: list[StageUse] = []
     for kind in kinds(layout, training):
         with standing_at(kind.rank, gpus, config) as mesh:
-            work, tokens, found = _of_kind(config, shape, mesh, dtype, kind, training[kind.rank], gpu)
+            packer = Packer.of(config, shape, mesh)
+            work, tokens, found = _of_kind(config, shape, packer, dtype, kind, training[kind.rank], gpu)
             stages += found
     stages.sort(key=lambda one: one.stage)
-    return TrainingUse(config, layout, spec, dtype, training, work, tokens, tuple(stages))
+    sharing = Sharing.of(config, packer, source)
+    return TrainingUse(config, layout, spec, dtype, training, work, tokens, sharing, tuple(stages))
 
 
-def plan(config: Config, gpus: int, gpu: Gpu = H100) -> Plan:
-    """Return the plan of a run on `gpus` GPUs.
+def plan(config: Config, gpus: int, gpu: Gpu = H100, source: RecordedBatch | None = None) -> Plan:
+    """Return the plan of a run on `gpus` GPUs. source: as in training_use.
 
     Raises ConfigError for a configuration that cannot be built, PlanError for a reshard that would lose rows.
     """
     shape = read_shape(config.model.path)
-    return plan_of(training_use(config, shape, gpus, gpu), shape, gpu)
+    return plan_of(training_use(config, shape, gpus, gpu, source), shape, gpu)
 
 
 def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
@@ -114,7 +119,7 @@ def engine_use(config: Config, shape: ModelShape, gpu: Gpu) -> EngineUse:
 def _of_kind(
     config: Config,
     shape: ModelShape,
-    mesh: MeshRank,
+    packer: Packer,
     dtype: torch.dtype,
     kind: Kind,
     spans: Spans,
@@ -124,11 +129,11 @@ def _of_kind(
 
     Return (work of a rank, tokens of the measured micro-batch, StageUse of every stage of this kind).
     """
+    mesh, cut = packer.mesh, packer.spec
     policy = build.named_parameters(build.build("actor", shape, config, mesh, dtype))
     problem = mismatch("training", policy, spans, row_widths(shape), all_named=False)
     if problem:
         raise ConfigError(f"model.path={config.model.path}: {problem} megatron builds another model")
-    cut = Packer.of(config, shape, mesh).spec
     work, microbatch = Work.of(config, cut, mesh.data_size), fullest_microbatch(config, cut)
     rank = RankModels(config, shape, mesh, dtype, microbatch, gpu.is_cuda)
     roles: dict[build.Role, bool] = {

@@ -15,6 +15,7 @@ from megatron_stppo.observe.trajectory_files import recorded
 from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken, serving_limit
+from megatron_stppo.plan.sharing import RecordedBatch
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Workload
@@ -60,9 +61,16 @@ class Outlook:
 class Planner:
     """Makes outlooks for one configuration. What several numbers of GPUs share is computed once."""
 
-    def __init__(self, config: Config, work: Workload, given: Mapping[str, float], gpu: Gpu = H100) -> None:
-        """given: the assumptions, by name."""
-        self.config, self.work, self.given, self.gpu = config, work, given, gpu
+    def __init__(
+        self,
+        config: Config,
+        work: Workload,
+        given: Mapping[str, float],
+        gpu: Gpu = H100,
+        source: RecordedBatch | None = None,
+    ) -> None:
+        """given: the assumptions, by name. source: trajectories on which shared prefixes are measured."""
+        self.config, self.work, self.given, self.gpu, self.source = config, work, given, gpu, source
         self.shape = read_shape(config.model.path)
         self.batch = config.rollout.tasks_per_iteration * config.rollout.samples_per_task  # episodes
         self.concurrency = config.serving.concurrency or config.rollout.max_sequences  # per replica
@@ -141,7 +149,7 @@ class Planner:
 
     def _use(self, gpus: int) -> TrainingUse:
         if gpus not in self._uses:
-            self._uses[gpus] = training_use(self.config, self.shape, gpus, self.gpu)
+            self._uses[gpus] = training_use(self.config, self.shape, gpus, self.gpu, self.source)
         return self._uses[gpus]
 
 

@@ -35,6 +35,7 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         ],
         "reshard": asdict(plan.exchange),
         "host": asdict(plan.host),
+        "sharing": asdict(use.sharing),
         "bounds": asdict(plan.bounds),
         "broken": list(plan.broken),
     }
@@ -91,7 +92,7 @@ def _opening(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     moves, times, engine, host = plan.exchange, plan.bounds, plan.engine, plan.host
-    model, longest = plan.use.config.model, plan.use.work.longest
+    model, longest, sharing = plan.use.config.model, plan.use.work.longest, plan.use.sharing
     yield (
         f"engine: keys and values of {engine.cached_tokens} tokens, {engine.cached_tokens // longest} "
         f"trajectories of {longest} at once; its working memory is estimated, not measured"
@@ -106,6 +107,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{host.copies / 1e9:.1f} GB for a copy while it is written, {host.offloaded / 1e9:.1f} GB with "
         f"update.offload={plan.use.config.update.offload}"
     )
+    yield f"tokens computed: {_share(sharing.distinct)} of the trajectories' ({sharing.reason})"
     yield (
         f"time at least: rollout {times.rollout:.1f} s, score {times.score:.1f} s, update {times.update:.1f} "
         f"s, reshard {times.reshard:.2g} s; at most {times.tokens_per_second:.3g} tokens/s of "
@@ -113,8 +115,16 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield from (f"assumed: {source}" for source in plan.gpu.sources)
     if model.layers == "auto" and not model.lora.rank:
-        yield "planned with local layers; model.layers=auto uses TransformerEngine's where it is installed"
+        without = ", which share no prefixes" if sharing.distinct < 1 else ""
+        yield (
+            "planned with local layers; model.layers=auto uses TransformerEngine's where it is installed"
+            f"{without}"
+        )
     yield "does not fit" if plan.broken else "fits"
+
+
+def _share(distinct: float) -> str:
+    return "all" if distinct == 1 else f"{100 * distinct:.0f} %"
 
 
 def write_outlooks(
@@ -122,7 +132,8 @@ def write_outlooks(
 ) -> None:
     """Write forecasts to standard output.
 
-    lengths_from: the run whose lengths were used; None if they were assumed.
+    lengths_from: the run whose lengths and shared prefixes were used; None if lengths were assumed and
+    sharing was not counted.
     """
     if in_json:
         found = [asdict(one) | {"best": one.best and asdict(one.best), "gain": one.gain} for one in outlooks]
@@ -140,7 +151,7 @@ def write_outlooks(
         for line in (*one.left_out, *verdict(one)):
             console.print(line, soft_wrap=True)
     if lengths_from:
-        console.print(f"lengths: those of {lengths_from}", soft_wrap=True)
+        console.print(f"lengths and shared prefixes: those of {lengths_from}", soft_wrap=True)
     for name, value in planner.given.items():
         if lengths_from is None or name not in OF_LENGTHS:
             console.print(f"assumed: {name}={value:g} {ALL[name].meaning}", soft_wrap=True)

@@ -2,6 +2,8 @@
 
 Bounds divide by the peak rates, and every trajectory has the greatest length that is allowed: a real run
 takes longer. Speeds are those of the simulation; the shares of the peak rates are assumed (assumptions.py).
+Where trajectories share prefixes, score and update take the share of the time that the computed tokens are of
+all tokens. The head, which computes the action tokens of every trajectory, in fact takes more.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ def bounds(
 ) -> Bounds:
     """Return the bounds of a run in which all GPUs train and serve."""
     config, layout, work = use.config, use.layout, use.work
-    share = work.tokens / use.microbatch_tokens * config.update.minibatches  # of a rank, in micro-batches
-    bubble = 1 + (layout.pipeline - 1) / (layout.virtual * work.microbatches)
+    distinct = use.sharing.distinct
+    # of a rank, in micro-batches
+    share = work.tokens * distinct / use.microbatch_tokens * config.update.minibatches
+    bubble = 1 + (layout.pipeline - 1) / (layout.virtual * max(1.0, work.microbatches * distinct))
     scored, updated = _microbatch_flop(config, use.stages)
     score, update = scored * share, updated * share * config.update.epochs
     seconds = (_rollout(use, shape, engine, gpu), score * bubble / gpu.flops, update * bubble / gpu.flops)
@@ -111,7 +115,7 @@ def trainer_speed(use: TrainingUse, tokens: float, gpu: Gpu, given: Mapping[str,
     give the number of micro-batches and so the bubble of the pipeline.
     """
     config, layout = use.config, use.layout
-    own = 1 / (layout.data * layout.context)  # a rank's share of the tokens
+    own = use.sharing.distinct / (layout.data * layout.context)  # computed tokens of a rank / all tokens
     mine = _batch(config) * tokens * own / config.update.minibatches
     bubble = 1 + (layout.pipeline - 1) / (layout.virtual * max(1.0, mine / use.microbatch_tokens))
     score, update = _microbatch_flop(config, use.stages)

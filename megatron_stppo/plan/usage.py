@@ -13,6 +13,7 @@ from megatron_stppo.model.offload import MAY_LEAVE, NEEDED, Offload, Phase
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.plan.memory import ModelUse
+from megatron_stppo.plan.sharing import Sharing
 from megatron_stppo.plan.work import Work
 from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes
@@ -125,6 +126,7 @@ class TrainingUse:
     spans: Mapping[int, Spans]  # by rank
     work: Work
     microbatch_tokens: int  # on one rank, of the micro-batch that was measured
+    sharing: Sharing
     stages: tuple[StageUse, ...]  # by number
 
 

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # importing i
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch, PackingSpec, microbatch_runs, pack, to_batch
+from megatron_stppo.data.prefixes import Tree
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
@@ -77,7 +78,7 @@ class Work:
     def of(cls, config: Config, cut: PackingSpec, data: int) -> Work:
         played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
         mine, longest = played // (config.update.minibatches * data), config.max_context
-        microbatches = len(microbatch_runs([longest] * mine, range(mine), cut))
+        microbatches = len(microbatch_runs(Tree.plain([longest] * mine), cut))
         one = trajectory(config, longest)
         tokens = mine * longest // cut.context_size
         return cls(longest, sum(len(turn.token_ids) for turn in one.turns), tokens, microbatches)
@@ -98,13 +99,15 @@ def trajectory(config: Config, length: int) -> Trajectory:
 def fullest_microbatch(config: Config, cut: PackingSpec) -> Microbatch:
     """Return a micro-batch of trajectories of the greatest length and a shorter one that fills the budget.
 
+    They share no prefixes. If they do, as many tokens are computed, but there may be more action tokens, and
+    keys and values of more trajectories while one layer runs backward (docs/performance.md).
     Tensors that the model computes with are on the meta device; tensors that the host reads stay on the host.
     """
     longest = config.max_context
     count, rest = divmod(cut.budget * cut.context_size, longest)
     lengths = [longest] * max(1, count) + ([rest] if count and rest > 1 else [])
     batch = to_batch([trajectory(config, length) for length in lengths])
-    whole = replace(cut, budget=max(cut.budget, longest), in_step=1, share_prompts=False)
+    whole = replace(cut, budget=max(cut.budget, longest), in_step=1, share_prefixes=False)
     (microbatch,) = pack(batch, range(len(lengths)), whole)
     return replace(
         microbatch,

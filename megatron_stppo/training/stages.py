@@ -141,7 +141,7 @@ def update(
         _MOMENTUM[a.momentum](actor)
     head, packer = learner.head(actor.model), learner.packer
     valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
-    ratios, steps = Ratios(batch, a), list[dict[str, float]]()
+    ratios, steps, distinct = Ratios(batch, a), list[dict[str, float]](), list[tuple[float, float]]()
     count = config.update.epochs * config.update.minibatches
     for epoch in range(config.update.epochs):
         for chosen in _minibatches(learner, batch, iteration, epoch):
@@ -153,6 +153,7 @@ def update(
                 if any_rank(bool(not_finite(batch))):  # the actor's step was skipped for it
                     return _skipped(learner, *(learner.trainers.keys() - {"actor"})), None, batch
             ratios.add(step.ratios)
+            distinct.append(step.distinct)
             of_critic = [
                 critic_step(critic, valued, chosen, a.value_clip, packer)
                 for _ in range(config.update.critic_steps)
@@ -163,6 +164,8 @@ def update(
         rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
     # not 0 only if scoring and update compute different log-probs, or with algorithm.old_policy=behaviour
     measured = {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"], "actor/kl_after": 0.0}
+    computed, packed = map(sum, zip(*distinct, strict=True))
+    measured["update/distinct_share"] = computed / packed if packed else 1.0
     if any(row["actor/effective_lr"] for row in steps):  # a step was applied
         assert ratios.first is not None
         chosen = _minibatches(learner, batch, iteration, epoch=0)[0]

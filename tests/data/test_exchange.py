@@ -97,7 +97,9 @@ def compare(mesh: Any, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
         {"model": {"path": "m"}, "parallel": parallel, "update": {"epochs": epochs, "minibatches": 4}}
     )
     sequence = mesh.tensor_size if config.parallel.sequence else 1
-    spec = PackingSpec(60, sequence, mesh.context_rank, mesh.context_size, share_prompts=not parallel)
+    spec = PackingSpec(
+        60, sequence, mesh.context_rank, mesh.context_size, share_prefixes=mesh.context_size == 1
+    )
     given: Any = (config, mesh, None, [], None, None, None, Packer(spec, mesh, 8, "cpu"), None)
     learner = Learner(*given)
     every = trajectories()
@@ -117,9 +119,12 @@ def compare(mesh: Any, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
                 differs += (
                     [] if torch.equal(moved, torch.where(of < 0, -1, whole.tokens_P[of])) else ["rows_P"]
                 )
+                if own.repeated is not None:
+                    again = batch.tokens_P[own.repeated], whole.tokens_P[expected.repeated]
+                    differs += [] if _equal(*again) else ["repeated"]
                 for field in fields(own):
                     values = getattr(own, field.name), getattr(expected, field.name)
-                    if field.name != "rows_P" and not _equal(*values):
+                    if field.name not in ("rows_P", "repeated") and not _equal(*values):
                         differs.append(f"{field.name} of epoch {epoch}: {values}")
     # a pass records the tokens themselves as their experts, for the trajectories that this rank scores
     first = minibatches(COUNT, 4, config.run.seed, 3, 0)
@@ -146,6 +151,8 @@ SAME = (
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return all(map(_equal, a, b))
     return torch.equal(a, b) and a.dtype == b.dtype if isinstance(a, torch.Tensor) else a == b
 
 

@@ -9,20 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.base.types import Task, Trajectory, Turn
-from megatron_stppo.data import context, prompts
+from megatron_stppo.data import context
 from megatron_stppo.data.packing import (
     PackingSpec,
     holding,
     microbatch_runs,
     pack,
-    partition,
     rollout_logprobs,
     rows_of,
-    split_by_budget,
     to_batch,
     unpack,
     without_tokens,
 )
+from megatron_stppo.data.prefixes import Tree, partition, prompts_of
 
 TASK = Task("t", (), ("a",), "train", 0)
 
@@ -87,15 +86,34 @@ def test_partition_balances_cost_and_gives_every_part_an_item() -> None:
     assert partition([1, 3, 2], 1) == [[0, 1, 2]]
 
 
+def test_partition_keeps_what_shares_a_prompt_together_unless_that_is_slower() -> None:
+    groups, saved = [0, 1, 0, 1], [4] * 4
+    assert partition([5, 4, 5, 4], 2, groups, saved) == [[0, 2], [1, 3]]
+    assert partition([5, 4, 5, 4], 2, groups, [0] * 4) == partition([5, 4, 5, 4], 2)
+    # two groups on three ranks: none is left out, although that would cost no more
+    assert all(partition([9, 9, 9, 9], 3, groups, [8] * 4))
+    # one group on two ranks: half of it each
+    assert partition([9, 9, 9, 9, 1], 2, [0, 0, 0, 0, 1], [8, 8, 8, 8, 0]) == [[0, 1, 4], [2, 3]]
+
+
+def test_trajectories_with_one_prompt_are_of_one_group() -> None:
+    batch = to_batch([trajectory(2, [(1, 0)]), trajectory(3, [(1, 2), (1, 0)]), trajectory(2, [(4, 0)])])
+    tokens, group = prompts_of(batch, torch.tensor([0, 2, 1]))
+    assert tokens == [2, 2, 3] and group[0] == group[1] != group[2]
+    silent = to_batch([trajectory(2, []), trajectory(2, [(1, 0)])])
+    tokens, group = prompts_of(silent, torch.tensor([0, 1]))
+    assert tokens == [0, 2] and group[0] != group[1]
+
+
 def test_microbatches_keep_the_budget_and_a_longer_trajectory_has_its_own() -> None:
-    assert split_by_budget([3, 9, 2, 2], [0, 1, 2, 3], 4) == [[1], [0], [2, 3]]
-    assert split_by_budget([1, 3, 1, 3], [3, 2, 1, 0], 4) == [[3, 2], [1, 0]]
+    assert Tree.plain([3, 9, 2, 2]).bins(4) == [[1], [0], [2, 3]]
+    assert Tree.plain([3, 1, 3, 1]).bins(4) == [[0, 1], [2, 3]]
 
 
 def test_context_ranks_share_a_microbatch_so_its_budget_is_multiplied_by_their_number() -> None:
-    lengths, order = [3, 9, 2, 2], [0, 1, 2, 3]
-    assert microbatch_runs(lengths, order, PackingSpec(8)) == [[1], [0, 2, 3]]
-    assert microbatch_runs(lengths, order, PackingSpec(4, context_size=2)) == [[1], [0, 2, 3]]
+    tree = Tree.plain([3, 9, 2, 2])
+    assert microbatch_runs(tree, PackingSpec(8)) == [[1], [0, 2, 3]]
+    assert microbatch_runs(tree, PackingSpec(4, context_size=2)) == [[1], [0, 2, 3]]
 
 
 def test_equal_microbatches_are_as_long_as_the_longest() -> None:
@@ -150,8 +168,8 @@ def test_unpack_undoes_pack_for_any_order_budget_padding_and_context(
     for rank in range(context):
         spec = PackingSpec(budget, multiple, rank, context, in_step)
         microbatches = pack(batch, order, spec)
-        lengths = batch.sequence_offsets.diff().tolist()
-        assert len(microbatches) == len(microbatch_runs(lengths, order, spec))
+        tree = Tree.plain(batch.sequence_offsets.diff()[order].tolist())
+        assert len(microbatches) == len(microbatch_runs(tree, spec))
         assert len(microbatches) % in_step == 0
         for m in microbatches:
             assert m.tokens > 0 and m.tokens % multiple == 0
@@ -184,37 +202,3 @@ def test_a_context_piece_attends_to_its_sequence_up_to_the_end_of_the_piece() ->
     assert (queries.tolist(), keys.tolist()) == ([2, 2, 1, 1], [4, 6, 2, 3])
     shares = torch.cat([context.share(padded, rank, 2)[0] for rank in (0, 1)])  # concatenated
     assert shares[where].tolist() == [*range(4), *range(6), 8, 9, 8, 9, 10]
-
-
-def test_a_shared_prompt_is_packed_once_and_every_action_token_finds_its_predecessor() -> None:
-    # Prompts 0..2, 10..11, 0..2; the third begins as the first does.
-    played = [trajectory(3, [(2, 0)]), trajectory(2, [(1, 0)], first=10), trajectory(3, [(1, 2), (1, 0)])]
-    batch = to_batch(played)
-    (microbatch,) = pack(batch, [0, 1, 2], PackingSpec(100, share_prompts=True))
-    assert microbatch.history is not None
-    assert microbatch.tokens_P.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 10, 11, 12]
-    assert microbatch.position_P.tolist() == [0, 1, 2, 3, 4, 3, 4, 5, 6, 0, 1, 2]
-    assert microbatch.lengths.tolist() == [3, 2, 4, 3]
-    assert microbatch.history.tolist() == [-1, 0, 0, -1]
-    assert microbatch.longest == 7
-    # the token before each action token, in the trajectories' order: 3, 4 | 12 | 3, 6
-    assert microbatch.target_T.tolist() == [3, 4, 12, 3, 6]
-    assert microbatch.hidden_index_T.tolist() == [2, 3, 10, 2, 7]
-    assert microbatch.turn_offsets.tolist() == [0, 2, 3, 4, 5]
-    (plain,) = pack(batch, [0, 1, 2], PackingSpec(100))
-    assert plain.history is None and plain.lengths.tolist() == [5, 3, 7]
-
-
-def test_a_segment_attends_to_its_history_and_to_itself() -> None:
-    lengths, places = prompts.keys_of(torch.tensor([3, 2, 1]), torch.tensor([-1, 0, -1]))
-    assert lengths.tolist() == [3, 5, 1]
-    assert places.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5]
-
-
-def test_without_a_shared_prompt_the_packing_is_unchanged() -> None:
-    # Two of other tokens but of the same length, and one without action tokens: it has no prompt to share.
-    batch = to_batch([trajectory(3, [(2, 0)]), trajectory(3, [(2, 0)], first=5), trajectory(3, [])])
-    (shared,) = pack(batch, [0, 1, 2], PackingSpec(100, share_prompts=True))
-    (plain,) = pack(batch, [0, 1, 2], PackingSpec(100))
-    assert shared.history is None and prompts.segments(batch, [0, 1, 2]) is None
-    assert torch.equal(shared.tokens_P, plain.tokens_P) and torch.equal(shared.lengths, plain.lengths)

@@ -75,6 +75,35 @@ def limits(folder: str) -> dict[str, list[str]]:
     }
 
 
+def sharing(
+    folder: str,
+    source: str,
+    gpus: int,
+    update: dict[str, Any],
+    tasks: int,
+    parallel: dict[str, int] | None = None,
+) -> tuple[Any, Any, list[tuple[float, float]]]:
+    """Return what a plan says of shared prefixes with a recorded run and without, and the seconds of score,
+    of update and of the simulated trainer with it and without."""
+    from megatron_stppo.commands.plan import _recorded
+    from megatron_stppo.plan import assumptions
+    from megatron_stppo.plan.dry_run import plan
+    from megatron_stppo.plan.hardware import H100
+    from megatron_stppo.plan.times import trainer_speed
+
+    config = settings(folder, {"dtype": "auto"}, parallel or {})
+    parts = {"update": update, "rollout": {"tasks_per_iteration": tasks}}
+    config = config.model_copy(
+        update={name: getattr(config, name).model_copy(update=part) for name, part in parts.items()}
+    )
+    made = [plan(config, gpus, source=one) for one in (_recorded(config, Path(source)), None)]
+    given = assumptions.read(config, ())
+    speeds = [trainer_speed(one.use, config.max_context, H100, given).seconds(1000) for one in made]
+    bounds = [(one.bounds.score, one.bounds.update) for one in made]
+    seconds = [*zip(*bounds, strict=True), tuple(speeds)]
+    return made[0].use.sharing, made[1].use.sharing, seconds
+
+
 def head_types(folder: str) -> dict[str, tuple[int, int]]:
     """Return {head_dtype: (bytes of a chunk of logits, bytes that an update adds)} of a bfloat16 model."""
     from megatron_stppo.plan.dry_run import plan

@@ -74,7 +74,8 @@ def test_the_command_prints_every_split_and_its_assumptions(model: Path) -> None
     ("arguments", "why"),
     [
         (("--gpus", "2", "--gpus", "4"), "--gpus: 2 values; give one, or add --asynchronous"),
-        (("--gpus", "2", "--from", "runs/a"), "--from: only plan --asynchronous uses it"),
+        (("--gpus", "8", "--from", "runs/a"), "--from=runs/a: holds no trajectories/"),
+        (("--gpus", "2", "--assume", "turns=1"), "--assume: only plan --asynchronous uses it"),
         (("--gpus", "2", "--asynchronous", "--assume", "turn=1"), "there is no assumption 'turn'"),
     ],
 )

@@ -221,12 +221,14 @@ def _opening(config: Config, mesh: MeshRank) -> str:
     from megatron_stppo.cluster.launch import doctor
     from megatron_stppo.model import fusions
     from megatron_stppo.model.layers import layer_spec
+    from megatron_stppo.model.pipeline import sharing_obstacle
     from megatron_stppo.ops import extension
 
     gpu, layout = torch.cuda.is_available(), mesh.layout
     axes = {
         name: getattr(layout, name) for name in ("tensor", "context", "expert", "pipeline", "virtual", "data")
     }
+    obstacle = sharing_obstacle(config, layout)
     shared = ", ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
     parts = [
         f"{mesh.world} ranks ({shared})" if shared else "1 rank",
@@ -234,6 +236,7 @@ def _opening(config: Config, mesh: MeshRank) -> str:
         f"{torch.cuda.get_device_name()}, nccl" if gpu else "no GPU: gloo, the CPU in place of torch.cuda",
         str(dtype(config)).removeprefix("torch."),
         f"{layer_spec(config)} layers",
+        f"prefixes not shared ({obstacle})" if obstacle else "prefixes shared",
         f"ops in {'csrc' if extension.serves(torch.device('cuda' if gpu else 'cpu')) else 'plain torch'}",
         *([fusions.summary(_place(config), config.megatron)] if gpu else []),
         *(f"without {name}: {cost}" for name, cost in doctor.missing() if gpu),

@@ -22,6 +22,7 @@ class Case:
     parallel: ParallelConfig
     budget: int  # tokens of a micro-batch on one rank
     reverse: bool = False  # the trajectories in the opposite order
+    apart: bool = False  # tokens in common are computed for each trajectory
 
     def name(self, world: int) -> str:
         p, layout = self.parallel, Layout.of_world(world, self.parallel)
@@ -37,15 +38,17 @@ class Case:
             f"DP{layout.data}" * (layout.data > 1),
         ]
         text = f"{' '.join(filter(None, parts)) or 'one rank'}, {self.budget:,} tokens"
-        return text + ", reversed" * self.reverse
+        return text + ", reversed" * self.reverse + ", prefixes not shared" * self.apart
 
 
 def cases(shape: ModelShape, world: int, given: ParallelConfig, budgets: list[int]) -> list[Case]:
-    """Return the given layout with every micro-batch size and both orders, then all other layouts.
+    """Return the given layout with every micro-batch size, both orders, and without shared prefixes, then all
+    other layouts.
 
     The other layouts have the first size.
     """
-    own = [Case(given, budget) for budget in budgets] + [Case(given, budgets[0], reverse=True)]
+    own = [Case(given, budget) for budget in budgets]
+    own += [Case(given, budgets[0], reverse=True), Case(given, budgets[-1], apart=True)]
     return own + [Case(other, budgets[0]) for other in layouts(shape, world) if other != given]
 
 

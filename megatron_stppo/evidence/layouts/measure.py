@@ -65,7 +65,8 @@ class Measured:
 def random_batch(vocab: int, trajectories: int, seed: int) -> Batch:
     """Return trajectories of 1 to 4 turns of random tokens, with random advantages, values and returns.
 
-    One of them failed. old_logprob_T is an offset that `measure` adds to a policy's own log-probs; it moves
+    Every second one begins as the one before: with its prompt and first turn, or with its prompt alone. One
+    of them failed. old_logprob_T is an offset that `measure` adds to a policy's own log-probs; it moves
     some ratios beyond both clip bounds.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -85,6 +86,10 @@ def random_batch(vocab: int, trajectories: int, seed: int) -> Batch:
         Trajectory(task, ids(number(3, 17)), tuple(turn() for _ in range(number(1, 5))), "ok")
         for _ in range(trajectories)
     ]
+    for n in range(1, trajectories, 2):
+        one, before = played[n], played[n - 1]
+        first = (before if n % 4 == 1 else one).turns[:1]
+        played[n] = replace(one, prompt_ids=before.prompt_ids, turns=first + one.turns[1:])
     played[-1] = replace(played[-1], outcome="timeout")
     batch = to_batch(played)
 
@@ -124,7 +129,8 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
         weight = critic.chunks[-1].output_layer.weight
         weight.data.copy_(0.2 * torch.cos(torch.arange(shape.hidden, device=weight.device))[None])
     packer = Packer.of(config, shape, mesh)
-    packer = replace(packer, spec=replace(packer.spec, budget=case.budget))
+    shares = packer.spec.share_prefixes and not case.apart
+    packer = replace(packer, spec=replace(packer.spec, budget=case.budget, share_prefixes=shares))
     head = PolicyHead.configured(actor.model, mesh, shape.vocab, config, torch.cuda.is_available())
     chosen = list(range(len(batch.live_N)))[:: -1 if case.reverse else 1]
     logprob_T = logprobs(actor.model, head, batch, packer, [chosen])

@@ -73,6 +73,7 @@ class Routing:
         self.layers = [int(router.layer_number) - 1 for router in routers]  # indices in the whole model
         self.first_layer = 0  # index of the chunk's first router among those of this rank
         self.rows: list[Tensor] | None = None  # while recording: the rows_P of each microbatch
+        self.repeated: list[Tensor] = []  # and its `repeated`, if it has any
         self._shared = chunk.config.sequence_parallel
 
     def begin(self, microbatch: Microbatch) -> None:
@@ -80,6 +81,7 @@ class Routing:
         routes = None if microbatch.routes_P is None else self._own(microbatch.routes_P).long()
         if self.rows is not None:
             self.rows.append(self._own(microbatch.rows_P))
+            self.repeated += [] if microbatch.repeated is None else [microbatch.repeated]
         for layer, choice in enumerate(self.choices, self.first_layer):
             choice.replayed = None if routes is None else routes[:, layer]
             choice.trains = torch.is_grad_enabled()
@@ -131,6 +133,8 @@ class Record:
                 out[rows[own].to(out.device)] = chosen[own.to(out.device)]
                 dist.all_reduce(out, group=group)
                 layers.append(out.cpu())
+                for repeated, computed in part.repeated:
+                    layers[-1][repeated] = layers[-1][computed]
         return torch.stack(layers, dim=1)
 
 
@@ -145,7 +149,7 @@ def recording(model: Sequence[Any]) -> Iterator[Record | None]:
         yield None
         return
     for part in parts:
-        part.rows = []
+        part.rows, part.repeated = [], []
         for choice in part.choices:
             choice.recorded = []
     yield Record(parts, model[0].config.num_moe_experts)

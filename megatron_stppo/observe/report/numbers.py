@@ -121,6 +121,7 @@ def overview(rows: Rows, columns: Mapping[str, Points]) -> dict[str, Any]:
     for name, label, of in (
         ("actor/clip_fraction", "share of tokens clipped, mean", statistics.fmean),
         ("actor/skipped", "share of actor steps refused, mean", statistics.fmean),
+        ("update/distinct_share", "share of tokens computed in the update, mean", statistics.fmean),
         ("serving/trainer_idle_share", "share of time the trainer waits, mean", statistics.fmean),
         ("serving/idle_share", "share of time the replicas wait, mean", statistics.fmean),
         ("outcome/error", "episodes that failed: error", sum),

@@ -36,6 +36,7 @@ const PANELS = [
   ["Response, tokens", {
     "rollout/response_tokens": "mean", "rollout/response_tokens_p95": "95 %", "rollout/response_tokens_max": "largest",
   }],
+  ["Tokens computed in the update, share of the trajectories'", { "update/distinct_share": "share" }],
   ["Seconds per iteration", { seconds: "seconds" }],
 ];
 

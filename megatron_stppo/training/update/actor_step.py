@@ -57,6 +57,7 @@ from megatron_stppo.training.update.ratios import StepRatios
 SUMS = (
     "objective", "kl", "entropy", "kl_to_old", "clipped",
     "coefficient_bias_sq", "coefficient_grad_sq", "logit_bias_sq", "logit_grad_sq",
+    "computed", "packed",  # tokens: those that are computed, and those of the trajectories
 )  # fmt: skip
 FREE: tuple[Estimator, ...] = ("coefficient", "logit")  # estimators of ||C|| that need no extra backward
 
@@ -75,6 +76,7 @@ class ActorStep:
 
     metrics: dict[str, float]
     ratios: StepRatios
+    distinct: tuple[float, float]  # tokens that were computed, and those of the trajectories
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class ActorLoss:
     def __call__(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, MicrobatchRecord]:
         """Return (loss, record): the micro-batch's share of -J + KL + entropy terms, and its record."""
         loss, sums, logprob_T = self.head.loss(hidden, microbatch, self.terms)
-        return loss, MicrobatchRecord(sums, logprob_T)
+        distinct = to_device(torch.tensor(microbatch.distinct, dtype=sums.dtype), sums.device)
+        return loss, MicrobatchRecord(torch.cat([sums, distinct]), logprob_T)
 
     def bias(self, hidden: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """Return a loss whose gradient is -C, made of the clipped terms only, and its value as the record."""
@@ -98,7 +101,7 @@ class ActorLoss:
         return loss, record
 
     def terms(self, tokens: ActionTokens) -> tuple[Tensor, Tensor]:
-        """Return (loss, SUMS) of some action tokens."""
+        """Return (loss, SUMS without the last two) of some action tokens."""
         a, logprob_T = self.algorithm, tokens.logprob_T
         weight_T = self.at(tokens, self.weight_T)
         out = self.surrogate(tokens, sum_p_sq=tokens.sum_p_sq_T.detach())
@@ -226,7 +229,7 @@ def actor_step(
     }
     if a.loss is None:  # what another loss limits is not counted
         metrics["actor/acted_share"] = float(moved and acts)
-    return ActorStep(metrics, ratios)
+    return ActorStep(metrics, ratios, (sums["computed"], sums["packed"]))
 
 
 def _rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, index: int, steps: int) -> float:

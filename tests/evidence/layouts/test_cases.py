@@ -40,13 +40,14 @@ def test_layouts_that_the_model_forbids_are_omitted():
 def test_the_configured_layout_comes_first_in_every_size_and_order_and_is_not_repeated():
     given = ParallelConfig(tensor=2)
     found = cases(model_shape(layers=4), 4, given, [64, 1, 1000])
-    assert [(case.budget, case.reverse) for case in found[:4]] == [
-        (64, False),
-        (1, False),
-        (1000, False),
-        (64, True),
+    assert [(case.budget, case.reverse, case.apart) for case in found[:5]] == [
+        (64, False, False),
+        (1, False, False),
+        (1000, False, False),
+        (64, True, False),
+        (1000, False, True),
     ]
-    assert all(case.parallel == given for case in found[:4])
-    assert given not in [case.parallel for case in found[4:]]
-    assert len({case.parallel.model_dump_json() for case in found[4:]}) == len(found) - 4
+    assert all(case.parallel == given for case in found[:5])
+    assert given not in [case.parallel for case in found[5:]]
+    assert len({case.parallel.model_dump_json() for case in found[5:]}) == len(found) - 5
     assert all(Layout.of_world(4, case.parallel).world == 4 for case in found)

@@ -96,7 +96,10 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
     assert last["mismatch/mean_abs"] < 1e-5
     assert last["rollout/action_tokens"] > 0
     assert last["actor/skipped"] == 0
+    # all prompts begin alike, but a micro-batch of 80 tokens has one trajectory
+    assert last["update/distinct_share"] == 1 if "s_ppo" in name else last["update/distinct_share"] < 0.8
     assert last["actor/first_kl_to_old"] == 0, "every ratio of the first minibatch is exactly 1"
+    assert " layers; prefixes shared; " in done.stderr
     assert "; ops in csrc" in done.stderr, "training uses the kernels by default"
     assert ("critic/loss" in last) == ("s_ppo" in name)
     assert (folder / "checkpoints" / "step_1" / "critic").exists() == ("s_ppo" in name)

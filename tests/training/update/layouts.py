@@ -61,7 +61,8 @@ def value_head(hidden: int) -> Any:
 
 
 def batch() -> Any:
-    """Return 8 trajectories of 1 to 3 turns, two for each of 4 prompts.
+    """Return 8 trajectories of 1 to 3 turns, two for each of 4 prompts. One pair has four action
+    tokens in common too.
 
     One trajectory failed. Advantages vary inside turns; some turns are clipped.
     """
@@ -78,15 +79,13 @@ def batch() -> Any:
     task = Task("t", (), ("a",), "train", 0)
     sizes = [((3, 4), (2, 0)), ((5, 2), (1, 3), (4, 0)), ((6, 0),), ((2, 5), (7, 0))] * 2
     prompts = [ids(4 + n) for n in range(4)] * 2
-    played = [
-        Trajectory(
-            task,
-            prompts[n],
-            tuple(Turn(ids(a), (0.0,) * a, ids(o), 0.0, ((0, a),)) for a, o in turns),
-            "timeout" if n == 5 else "ok",
-        )
-        for n, turns in enumerate(sizes)
-    ]
+    played: list[Trajectory] = []
+    for n, turns in enumerate(sizes):
+        made = [Turn(ids(a), (0.0,) * a, ids(o), 0.0, ((0, a),)) for a, o in turns]
+        if n == 6:
+            same = played[2].turns[0].token_ids[:4]
+            made[0] = replace(made[0], token_ids=same + made[0].token_ids[4:])
+        played.append(Trajectory(task, prompts[n], tuple(made), "timeout" if n == 5 else "ok"))
     packed = to_batch(played)
     tokens = len(packed.action_index_T)
 

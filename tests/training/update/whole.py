@@ -89,6 +89,41 @@ def moved(model: str, folder: str, least: int, parallel: dict[str, int]) -> tupl
     return row, old.old_logprob_T[in_T].double(), new.old_logprob_T[in_T].double()
 
 
+def shared(model: str, folder: str, parallel: dict[str, Any]) -> tuple[float, float, float]:
+    """Make an update on 8 trajectories with one of two prompts of 20 tokens, 5 with the first, and on
+    1 to 8 action tokens that differ. Return its update/distinct_share, what a plan of it says, and distinct
+    prefixes / tokens, counted over all steps and data-parallel ranks: a rank's part of a step is one
+    micro-batch."""
+    learner = build(model, folder, parallel)
+    from dataclasses import replace
+
+    import torch
+
+    from megatron_stppo.base.types import Task, Trajectory, Turn
+    from megatron_stppo.data.packing import to_batch
+    from megatron_stppo.plan.sharing import RecordedBatch, Sharing
+    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.update.minibatches import minibatches
+
+    task, played = Task("t", (), ("a",), "train", 0), list[Trajectory]()
+    for n in range(8):
+        turn = Turn((200 + n,) * (n + 1), (-1.0,) * (n + 1), (), 0.0, ((0, n + 1),))
+        played.append(Trajectory(task, tuple(range(20) if n < 5 else range(100, 120)), (turn,), "ok"))
+    given = to_batch(played)
+    ones_T = torch.ones(len(given.action_index_T))
+    given = replace(given, advantage_T=ones_T, return_T=ones_T)
+    row, _, _ = update(learner, score(learner, given, 0), 0)
+    steps, distinct, tokens = minibatches(8, 2, 0, 0, 0), 0, 0
+    planned = Sharing.of(learner.config, learner.packer, RecordedBatch(Path(folder), 8, given, steps))
+    for chosen in steps:
+        for part in learner.packer.partition(given, chosen):
+            ids = [played[n].token_ids for n in part]
+            distinct += len({one[:end] for one in ids for end in range(1, len(one) + 1)})
+            tokens += sum(map(len, ids))
+    assert tokens == 8 * 20 + 36
+    return row["update/distinct_share"], planned.distinct, distinct / tokens
+
+
 def frozen(model: str, folder: str) -> tuple[dict[str, bool], bool]:
     """Make an update whose critic has a frozen attention, save it, and load it into another learner.
 

@@ -1,0 +1,239 @@
+"""Prefix trees: tokens that trajectories of a microbatch have in common at their start are computed once.
+
+Causal attention and positions give a token the same hidden state in every trajectory that begins with the
+same tokens: system prompt and tools of all tasks, the question of a task's samples, the histories of an
+agent's episode. Sorted by their tokens, trajectories with long common prefixes are neighbours, and the common
+prefixes of neighbours describe the whole tree: two trajectories have as many tokens in common as the two
+neighbours between them that have the fewest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_stppo.base.types import Batch
+
+LEAST = 0.05  # share of the tokens; with less in common, gathering keys and values is not worth it
+# tokens of a micro-batch's trajectories / its budget: keys and values of all of them take memory in attention
+MOST = 16
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Trajectories, sorted so that neighbours have the longest common prefixes.
+
+    Example: those with the tokens ab, cd and abe are Tree([0, 2, 1], [2, 3, 2], [0, 2, 0]): they have 5
+    distinct tokens, a token being distinct by the tokens before it.
+    """
+
+    order: Sequence[int]  # [n]: place of each trajectory among those that were given
+    lengths: np.ndarray  # int64 [n] tokens, in this order
+    common: np.ndarray  # int64 [n] tokens in common with the one before, in this order; 0 for the first
+
+    @classmethod
+    def of(cls, batch: Batch, chosen: Sequence[int], marks_P: Tensor | None = None) -> Tree:
+        """Return the tree of the trajectories `chosen`, whose tokens the rank must hold.
+
+        It has no common prefixes if they are less than LEAST of all tokens.
+        marks_P: int64, see `route_marks`; tokens with different marks are different tokens.
+        """
+        lengths, columns = batch.sequence_offsets.diff().tolist(), [batch.tokens_P]
+        rows = torch.stack(columns if marks_P is None else [*columns, marks_P], dim=1).numpy()
+        held = batch.held_N.tolist()
+        given = [rows[held[i] : held[i] + lengths[i]] for i in chosen]
+        keys = [one.tobytes() for one in given]
+        order = sorted(range(len(given)), key=keys.__getitem__)
+        common = [0] * len(order)
+        for n in range(1, len(order)):
+            before, one = (given[i] for i in order[n - 1 : n + 1])
+            both = min(len(before), len(one))
+            differ = (before[:both] != one[:both]).any(1)
+            common[n] = int(differ.argmax()) if differ.any() else both
+        of = [len(given[i]) for i in order]
+        tree = cls(order, np.array(of, dtype=np.int64), np.array(common, dtype=np.int64))
+        saves = sum(common) >= LEAST * tree.lengths.sum()
+        return tree if saves else cls.plain([len(one) for one in given])
+
+    @classmethod
+    def plain(cls, lengths: Sequence[int]) -> Tree:
+        """Return the tree of trajectories of which nothing is known to be common."""
+        of = np.array(lengths, dtype=np.int64)
+        return cls(range(len(of)), of, np.zeros_like(of))
+
+    def bins(self, budget: int) -> list[list[int]]:
+        """Divide the trajectories into bins of at most `budget` distinct tokens, and of at most MOST times as
+        many tokens with those that repeat others; return ascending places.
+
+        Whole subtrees that fit are put into bins, the largest first: each into the bin with room to which it
+        adds the fewest tokens. A trajectory that is longer than the budget gets its own bin.
+        Example: lengths [3, 9, 2, 2] without common prefixes and budget 4: [[1], [0], [2, 3]].
+        """
+        new = self.lengths - self.common
+        upto = np.concatenate([[0], new.cumsum()])
+        subtrees = [
+            (int(self.lengths[a] + upto[b] - upto[a + 1]), min(self.order[a:b]), a, b)
+            for a, b in self._subtrees(upto, budget)
+        ]
+        bin_of = np.full(len(self.lengths), -1)
+        room: list[int] = []
+        left: list[int] = []  # as room, but of the tokens with those that repeat others
+        for size, _, a, b in sorted(subtrees, key=lambda one: (-one[0], one[1])):
+            added, every = np.full(len(room), size), int(self.lengths[a:b].sum())
+            placed = bin_of >= 0
+            best = np.zeros(len(room), dtype=np.int64)
+            np.maximum.at(best, bin_of[placed], self._common_with(a, b)[placed])
+            added -= best
+            fits = (added <= np.array(room, dtype=np.int64)) & (every <= np.array(left, dtype=np.int64))
+            if fits.any():
+                at = int(np.where(fits, added, size + 1).argmin())
+            else:
+                at, added = len(room), np.append(added, size)
+                room.append(budget)
+                left.append(MOST * budget)
+            bin_of[a:b] = at
+            room[at] -= int(added[at])
+            left[at] -= every
+        bins: list[list[int]] = [[] for _ in room]
+        for place, at in sorted(zip(self.order, bin_of.tolist(), strict=True)):
+            bins[at].append(place)
+        return bins
+
+    def _subtrees(self, upto: np.ndarray, budget: int) -> list[tuple[int, int]]:
+        """Return the largest subtrees that fit into a bin, as slices of the order."""
+        found, left = list[tuple[int, int]](), [(0, len(self.lengths))] if len(self.lengths) else []
+        while left:
+            a, b = left.pop()
+            fits = self.lengths[a] + upto[b] - upto[a + 1] <= budget
+            if b - a == 1 or (fits and self.lengths[a:b].sum() <= MOST * budget):
+                found.append((a, b))
+                continue
+            inner = self.common[a + 1 : b]
+            cuts = [a, *(a + 1 + np.flatnonzero(inner == inner.min())).tolist(), b]
+            left += pairwise(cuts)
+        return found
+
+    def _common_with(self, a: int, b: int) -> np.ndarray:
+        """Return the tokens that each trajectory outside a slice has in common with the slice, int64 [n]."""
+        out = np.zeros_like(self.common)
+        out[b:] = np.minimum.accumulate(self.common[b:])
+        out[:a] = np.minimum.accumulate(self.common[a:0:-1])[::-1]
+        return out
+
+    def packed(self, run: Sequence[int]) -> Segments:
+        """Return the layout of the trajectories at the places `run`, each distinct token being there once."""
+        wanted, last = set(run), -1
+        own, paths = list[int](), dict[int, Tensor]()
+        path, end = torch.empty(0, dtype=torch.int64), 0
+        for n, place in enumerate(self.order):
+            if place not in wanted:
+                continue
+            both = int(self.common[last + 1 : n + 1].min()) if last >= 0 else 0
+            new, last = int(self.lengths[n]) - both, n
+            path = torch.cat([path[:both], torch.arange(end, end + new)])
+            end += new
+            own.append(new)
+            paths[place] = path
+        places = torch.cat([path[:0], *(paths[place] for place in run)])
+        if end == len(places):
+            return Segments(torch.tensor(own, dtype=torch.int64), places, None)
+        pieces = [path for path, new in zip(paths.values(), own, strict=True) if new]
+        keys = (torch.tensor([len(one) for one in pieces]), torch.cat(pieces))
+        return Segments(torch.tensor([new for new in own if new]), places, keys)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The layout of the tokens of some trajectories: m segments, one after another.
+
+    A segment has those tokens of a trajectory that are in no segment before it, and attends to the tokens of
+    the whole trajectory up to its own.
+    Example: trajectories of the tokens abcde and abcfgh become segments of 5 and 3 tokens; the tokens of the
+    second are at the places [0, 1, 2, 5, 6, 7], which are also the second segment's keys.
+    """
+
+    lengths: Tensor  # int64 [m]
+    places: Tensor  # int64: the place of each token of each trajectory, trajectory after trajectory
+    # int64 [m] and the places of the keys, segment after segment; None: the segments are the trajectories
+    keys: tuple[Tensor, Tensor] | None
+
+
+def route_marks(routes_P: Tensor, stage: int) -> Tensor:
+    """Return a number for the recorded experts (Batch.routes_P) of each token, int64 [P].
+
+    The sum over pipeline stages, of which each has the experts of its own layers, is a mark of all experts.
+    The marks of different experts are equal with a probability below 2^-32.
+    """
+    flat_P, generator = routes_P.flatten(1), torch.Generator().manual_seed(stage)
+    factors = torch.randint(-(2**63), 2**63 - 1, (flat_P.shape[1],), generator=generator)
+    return torch.cat([part.long() @ factors for part in flat_P.split(4096)])  # sums wrap around
+
+
+def prompts_of(batch: Batch, index: Tensor) -> tuple[list[int], list[int]]:
+    """Return (tokens of the prompt, a number that is equal for equal prompts) of the trajectories at `index`.
+
+    Without a turn the prompt counts 0 tokens. Needs Batch.state_S.
+    """
+    assert batch.state_S is not None
+    acts, padded = batch.action_offsets.diff()[index] > 0, torch.nn.functional.pad
+    first_T = padded(batch.action_index_T, (0, 1))[batch.action_offsets[index]]
+    tokens = (first_T - batch.sequence_offsets[index]).where(acts, 0)
+    first_S = torch.searchsorted(batch.turn_to_sequence_S, index)
+    return tokens.tolist(), padded(batch.state_S, (0, 1))[first_S].where(acts, -index).tolist()
+
+
+def partition(
+    costs: Sequence[float],
+    ranks: int,
+    groups: Sequence[int] | None = None,
+    saved: Sequence[float] | None = None,
+) -> list[list[int]]:
+    """Distribute the indices of `costs` over ranks. Deterministic.
+
+    Indices are assigned in the order of falling cost, each to the rank with the lowest sum so far.
+    groups: equal numbers for indices of which only the first on a rank has its whole cost; each of the others
+    saves saved[i]. Groups are kept together, or cut into parts, as the largest cost of a rank is
+    lowest; a rank is empty only if there are fewer indices than ranks.
+
+    Example: partition([5, 1, 4, 2], 2) returns [[0, 1], [2, 3]], with a sum of 6 each. With the groups 0, 1,
+    0 and 1 and 4 saved by each, [5, 4, 5, 4] give [[0, 2], [1, 3]], with costs of 5 + 1 and 4 + 0.
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(range(len(costs)) if groups is None else groups):
+        members.setdefault(group, []).append(index)
+
+    def cost_of(indices: Iterable[int]) -> float:
+        of, found = dict[int, list[float]](), 0.0
+        for i in indices:
+            found += costs[i]
+            of.setdefault(i if groups is None else groups[i], []).append(0.0 if saved is None else saved[i])
+        return found - sum(sum(each) - max(each) for each in of.values())
+
+    best, least, parts = list[list[int]](), (True, math.inf), 1
+    while parts < 2 * max(map(len, members.values()), default=1):
+        cut = (
+            m[len(m) * n // parts : len(m) * (n + 1) // parts] for m in members.values() for n in range(parts)
+        )
+        dealt = _dealt([unit for unit in cut if unit], cost_of, ranks)
+        found = (not all(dealt), max(map(cost_of, dealt)))  # a rank without a trajectory is worst
+        best, least = (dealt, found) if not best or found < least else (best, least)
+        parts *= 2
+    return best
+
+
+def _dealt(units: Sequence[list[int]], cost_of: Callable[[list[int]], float], ranks: int) -> list[list[int]]:
+    found = [(cost_of(unit), unit) for unit in units]
+    heap = [(0.0, 0, rank) for rank in range(ranks)]  # sum of costs, number of units, rank
+    out: list[list[int]] = [[] for _ in range(ranks)]
+    for cost, unit in sorted(found, key=lambda one: (-one[0], one[1])):
+        total, count, rank = heap[0]
+        out[rank] += unit
+        heapq.heapreplace(heap, (total + cost, count + 1, rank))
+    return [sorted(part) for part in out]

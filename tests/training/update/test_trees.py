@@ -1,0 +1,52 @@
+"""Common prefixes computed once give the log-probs and gradients of whole trajectories, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.training.update import layouts, trees
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "sequence": (2, {"tensor": 2, "sequence": True}),
+    "pipeline": (2, {"pipeline": 2}),
+    "virtual": (2, {"pipeline": 2, "virtual": 2}),
+    "data": (2, {}),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trees")
+    layouts.write_model(folder, "qwen3")
+    return folder
+
+
+@pytest.mark.parametrize("budget", [1, 24, 1000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_log_probs_and_gradients_are_those_of_whole_trajectories(
+    layout: str, budget: int, model: Path
+) -> None:
+    ranks, parallel = LAYOUTS[layout]
+    for found in run_ranks(trees.observe, ranks, str(model), parallel, budget):
+        assert found["log-probs"] < 1e-12 and found["gradients"] < 1e-12, found
+        assert found["parameters"] > 5 and found["least"] < 0
+        whole, distinct = found["tokens"]
+        assert distinct == whole if budget == 1 else distinct < whole or layout == "data"
+
+
+def test_all_pipeline_stages_share_where_the_experts_of_all_layers_agree() -> None:
+    assert run_ranks(trees.stages, 2) == [[[1, 2, 2, 2, 3, 4, 5, 6]]] * 2
+
+
+def test_a_data_parallel_rank_gets_more_trajectories_if_they_share_their_prompt() -> None:
+    assert run_ranks(trees.dealt, 1) == [[[0, 1, 2], [3]]]
+
+
+def test_layouts_and_layers_that_cannot_share_prefixes_refuse_to() -> None:
+    reasons = ("parallel.context=2", "TransformerEngine")
+    assert run_ranks(trees.obstacles, 1) == [[(reason, "update.share_prefixes=on") for reason in reasons]]
