@@ -35,6 +35,8 @@ def prepare_environment() -> None:
     - VLLM_ENABLE_V1_MULTIPROCESSING=0: the engine runs in this process, so the reshard reaches its weights.
     - VLLM_USE_FLASHINFER_SAMPLER=0: FlashInfer cannot return the log-probs of the distribution that was
       sampled from, which the engine asks for. vLLM would import it and never call it.
+    - VLLM_ALLREDUCE_USE_FLASHINFER=0: FlashInfer's all-reduce has no fixed order of addition, so the ranks of
+      an engine could sample different tokens. Its start has hung with several engines in one world.
     - VLLM_LOGGING_COLOR=0: colours are control characters, which logs must not contain (messages.Printable).
     - VLLM_CPU_OMP_THREADS_BIND=nobind (CPU only): engine and trainer share cores, and binding would pin both
       to one core.
@@ -45,6 +47,7 @@ def prepare_environment() -> None:
     os.environ["VLLM_LOGGING_COLOR"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")
     # For the time of the import, before vLLM sets up its own logging at the same level.
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
     if not torch.cuda.is_available():

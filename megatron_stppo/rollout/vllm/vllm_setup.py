@@ -170,8 +170,12 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
         # fifth of the time.
         **({"block_size": 32} if on_cpu() else {}),
     }
+    compilation = dict(given.options.get("compilation_config", {}))
+    # It calls FlashInfer's all-reduce, which prepare_environment switches off.
+    compilation["pass_config"] = {"fuse_allreduce_rms": False} | compilation.get("pass_config", {})
+    options = {**given.options, "compilation_config": compilation}
     platform = _platform_arguments(given.kv_cache_gib, token, given.routes)
-    return EngineArgs(**(chosen | dict(given.options) | fixed | platform | lora_arguments(given.adapters)))
+    return EngineArgs(**(chosen | options | fixed | platform | lora_arguments(given.adapters)))
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
