@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_stppo.base.errors import Requeue
 from megatron_stppo.config import ConfigError
+from megatron_stppo.parallel.raise_together import by_rank, gather_failures
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes of adapters that its LoRA offers
 SHARED_MEMORY = Path("/dev/shm")
@@ -22,6 +24,8 @@ SHARED_MEMORY = Path("/dev/shm")
 STALE_PATTERN = "*cpushm*"
 # A younger file may belong to an engine that has created it but has not mapped it yet.
 STALE_AFTER_SECONDS = 60.0
+MEMORY_TRIES, MEMORY_PAUSE = 31, 2.0  # a minute; pauses in seconds
+log = logging.getLogger(__name__)
 
 
 def padded_rank(rank: int) -> int:
@@ -69,6 +73,28 @@ def check_cuda_functions() -> None:
             f"torch.cuda.Event is the stand-in of {owner}, but there is a GPU; install vLLM's build for "
             "CUDA, or hide the GPU with CUDA_VISIBLE_DEVICES="
         )
+
+
+def wait_for_memory(share: float) -> None:
+    """Wait until this share of every rank's GPU is free, for at most a minute. Collective.
+
+    vLLM refuses to start otherwise. The processes of the attempt before may still be ending, and hold memory
+    until they have. The wait comes before vLLM starts, because a rank that vLLM refuses leaves the others in
+    vLLM's collectives. Raises Requeue on all ranks.
+    """
+    for number in range(MEMORY_TRIES):
+        free, total = torch.cuda.mem_get_info()
+        lack = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB are free" if free < share * total else None
+        failures = gather_failures(lack, str)
+        if not failures:
+            return
+        if lack and not number:
+            log.warning("%s; waiting for other processes on this GPU to end", lack)
+        time.sleep(MEMORY_PAUSE if number + 1 < MEMORY_TRIES else 0)
+    raise Requeue(
+        f"the engine needs rollout.gpu_memory_utilization={share} of every GPU, but after a minute: "
+        f"{by_rank(failures)}; end other processes on the GPU, or lower the value"
+    )
 
 
 def remove_stale_shared_memory(

@@ -21,11 +21,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.base.errors import Requeue
 from megatron_stppo.cluster.launch.doctor import TESTED_ENGINES
 from megatron_stppo.cluster.launch.vllm_environment import (
     SHARED_MEMORY,
     check_cuda_functions,
     prepare_environment,
+    wait_for_memory,
 )
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import broadcast_bytes
@@ -90,8 +92,8 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
     Raises ConfigError if vLLM does not have a tested version or no LoRA for the adapters, if torch.cuda was
-    replaced on a GPU, if a CPU cannot serve the model, or if vLLM refuses the sizes or options, for instance
-    because another process holds the GPU's memory.
+    replaced on a GPU, if a CPU cannot serve the model, or if vLLM refuses the sizes or options; Requeue if
+    another process holds the GPU's memory for more than a minute.
     """
     _check_version()
     check_cuda_functions()
@@ -113,6 +115,8 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
         # Writing into a parameter takes effect in the plain layout only. It stays for later engines.
         cpu_layers.plain_linears()
         cpu_layers.one_adapter()
+    else:
+        wait_for_memory(given.gpu_memory_utilization)
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
     with warnings.catch_warnings(), _llvmlite_hidden():
         # vLLM inspects all names of torch, including deprecated ones
@@ -121,7 +125,9 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
             engine = LLMEngine.from_engine_args(engine_arguments(given, token))
         except ValueError as error:  # vLLM's own message says what does not fit
             own = f", rollout.vllm={dict(given.options)}" if given.options else ""
-            raise ConfigError(
+            # After wait_for_memory, a process has taken or still holds memory, which may be free next time.
+            kind = Requeue if str(error).startswith("Free memory on device") else ConfigError
+            raise kind(
                 f"vLLM cannot be built with rollout.gpu_memory_utilization={given.gpu_memory_utilization}, "
                 f"rollout.max_sequences={given.max_sequences}{own} and a context of {given.max_context} "
                 f"tokens: {error}"
