@@ -75,6 +75,24 @@ def check_cuda_functions() -> None:
         )
 
 
+def check_variables(tensor: int) -> None:
+    """Raise ConfigError for a variable with which an engine of `tensor` ranks cannot start.
+
+    - VLLM_DISTRIBUTED_USE_SPLIT_GROUP=1 needs a default process group that is bound to a GPU. Ours is not.
+    - expandable_segments:True: vLLM's all-reduce shares the buffers of CUDA graphs between processes by
+      cudaIpcGetMemHandle, which refuses memory of such segments (vLLM issue 42609).
+    """
+    if os.environ.get("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "0") not in ("", "0"):
+        raise ConfigError("VLLM_DISTRIBUTED_USE_SPLIT_GROUP: cannot be used here; unset it")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = os.environ.get(name, "")
+        if tensor > 1 and torch.cuda.is_available() and "expandable_segments:true" in value.lower():
+            raise ConfigError(
+                f"{name}={value}: an engine of {tensor} ranks cannot share memory of expandable segments; "
+                "unset the variable, or set rollout.engine_tensor=1"
+            )
+
+
 def wait_for_memory(share: float) -> None:
     """Wait until this share of every rank's GPU is free, for at most a minute. Collective.
 

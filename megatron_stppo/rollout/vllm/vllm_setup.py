@@ -26,6 +26,7 @@ from megatron_stppo.cluster.launch.doctor import TESTED_ENGINES
 from megatron_stppo.cluster.launch.vllm_environment import (
     SHARED_MEMORY,
     check_cuda_functions,
+    check_variables,
     prepare_environment,
     wait_for_memory,
 )
@@ -92,11 +93,12 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
     Raises ConfigError if vLLM does not have a tested version or no LoRA for the adapters, if torch.cuda was
-    replaced on a GPU, if a CPU cannot serve the model, or if vLLM refuses the sizes or options; Requeue if
-    another process holds the GPU's memory for more than a minute.
+    replaced on a GPU, if check_variables refuses a variable, if a CPU cannot serve the model, or if vLLM
+    refuses the sizes or options; Requeue if another process holds the GPU's memory for more than a minute.
     """
     _check_version()
     check_cuda_functions()
+    check_variables(given.tensor)
     config = load_config(given.model_path)
     if not config.architectures:
         raise ConfigError(

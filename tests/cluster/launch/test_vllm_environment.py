@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.base.errors import Requeue
+from megatron_stppo.base.errors import ConfigError, Requeue
 from megatron_stppo.cluster.launch import vllm_environment
 from megatron_stppo.cluster.launch.vllm_environment import (
+    check_variables,
     prepare_environment,
     remove_stale_shared_memory,
     wait_for_memory,
@@ -90,3 +91,23 @@ def test_memory_that_is_not_free_after_a_minute_requeues_the_run_on_all_ranks() 
     assert other == (looks, error) and looks == 2 and Requeue.exit_code == 85
     assert "gpu_memory_utilization=0.6 of every GPU" in error
     assert "rank 1: 47.0 of 80.0 GiB are free; end other processes" in error
+
+
+def test_variables_with_which_an_engine_of_several_ranks_cannot_start_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "0")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    check_variables(1)  # nothing is shared
+    with pytest.raises(
+        ConfigError, match=r"^PYTORCH_CUDA_ALLOC_CONF=.*:True: an engine of 2 ranks .*; unset"
+    ):
+        check_variables(2)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    check_variables(2)
+    monkeypatch.setenv("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "1")
+    with pytest.raises(
+        ConfigError, match=r"^VLLM_DISTRIBUTED_USE_SPLIT_GROUP: cannot be used here; unset it$"
+    ):
+        check_variables(1)
