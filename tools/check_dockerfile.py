@@ -36,7 +36,7 @@ NOT_RUN = {
     "chown": "needs that user",
     "transformer-engine-torch": "compiles against torch's CUDA build and cuDNN",
 }
-RESOLVED = ("torch vllm", "*.whl")  # gigabytes
+RESOLVED = ("torch vllm", "*.whl", "/opt/overrides.txt")  # gigabytes
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Image:
             elif step.instruction in ("ENV", "ARG"):
                 for pair in step.argument.split():
                     name, _, value = pair.partition("=")
-                    environment[name] = self._inside(value).replace("$PATH", environment["PATH"])
+                    environment[name] = expanded(self._inside(value), environment)
             elif step.instruction == "WORKDIR":
                 self._workdir = Path(self._inside(step.argument))
                 self._workdir.mkdir(parents=True, exist_ok=True)
@@ -141,6 +141,11 @@ class Image:
         if done.returncode:
             print(done.stdout[-3000:], file=sys.stderr)
         return done.returncode == 0
+
+
+def expanded(value: str, environment: dict[str, str]) -> str:
+    """Return a value with the variables in it replaced. Example: "/root/lib:" for "$HOME/lib:$NOT_SET"."""
+    return re.sub(r"\$(\w+)", lambda match: environment.get(match[1], ""), value)
 
 
 def commands(step: Step) -> list[str]:

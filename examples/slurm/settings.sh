@@ -11,6 +11,13 @@ IMAGE=${IMAGE:-}   # a squashfs file that every node can read, or REGISTRY#NAME:
 MOUNTS=${MOUNTS:-} # more folders for the image, such as /models:/models,/data:/data; keep their paths
 ROOT=${ROOT:-runs} # on a file system shared by all nodes
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+# Compiled code is kept beside the runs. The home folder of an image ends with the attempt, and the next one would
+# compile again, for minutes. The real path, because that is mounted into an image.
+caches=$(realpath -m "$ROOT")/.cache
+export VLLM_CACHE_ROOT=${VLLM_CACHE_ROOT:-$caches/vllm}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$caches/triton}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$caches/inductor}
+export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$caches/flashinfer}
 
 # There is one task per GPU. Consecutive tasks are on one node, and each may use all cores and GPUs of its node. The
 # task is the program itself, without a shell around it, because Slurm sends signals to tasks, not to their children.
@@ -28,7 +35,7 @@ if [[ -n $IMAGE ]]; then
     for folder in "$(cd "$ROOT" && pwd)" "$(realpath "$ROOT")"; do
         [[ $folder/ == "$PWD"/* || ,$mounts, == *,"$folder:$folder",* ]] || mounts+=,$folder:$folder
     done
-    # Writable: triton and flashinfer compile kernels into the home folder of the image. The user's home folder is not
+    # Writable: the driver and some packages write into the home folder of the image. The user's home folder is not
     # mounted, because Python would import packages from its .local. Without --no-container-entrypoint, a cluster may be
     # configured to start `megatron-stppo` with our command as its arguments.
     launch+=(--container-image="$IMAGE" --container-mounts="$mounts${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD"

@@ -80,7 +80,7 @@ class ModelConfig(Section):
     layers: Literal["local", "transformer_engine", "auto"] = Field(
         "local",
         description="local: megatron-core's own; transformer_engine: has not completed a training step on a "
-        "GPU; auto: transformer_engine if it is installed and there is a GPU",
+        "GPU; auto: local, until it has",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",

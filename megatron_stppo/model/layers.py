@@ -72,20 +72,17 @@ class Router(TopKRouter):
 
 
 def layer_spec(config: Config) -> LayerSpec:
-    """Return model.layers, with `auto` resolved: TransformerEngine if it can be imported and there is a GPU.
-    With adapters it is `local`, because TransformerEngine's layers do not return the input of an adapter.
+    """Return model.layers. `auto` is `local` until TransformerEngine's layers have completed a step on a GPU.
 
     Raises ConfigError if model.layers is transformer_engine and that is not available.
     """
-    wanted, present = config.model.layers, gpt_layer_specs.HAVE_TE and torch.cuda.is_available()
-    if wanted == "transformer_engine" and not present:
+    wanted = config.model.layers
+    if wanted == "transformer_engine" and not (gpt_layer_specs.HAVE_TE and torch.cuda.is_available()):
         raise ConfigError(
             "model.layers=transformer_engine: TransformerEngine cannot be imported, or there is no GPU; "
             "install it (see Dockerfile), or choose local"
         )
-    if wanted == "auto":
-        return "transformer_engine" if present and not config.model.lora.rank else "local"
-    return wanted
+    return "local" if wanted == "auto" else wanted
 
 
 def block_spec(

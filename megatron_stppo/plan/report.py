@@ -92,7 +92,7 @@ def _opening(plan: Plan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     moves, times, engine, host = plan.exchange, plan.bounds, plan.engine, plan.host
-    model, longest, sharing = plan.use.config.model, plan.use.work.longest, plan.use.sharing
+    longest, sharing = plan.use.work.longest, plan.use.sharing
     yield (
         f"engine: keys and values of {engine.cached_tokens} tokens, {engine.cached_tokens // longest} "
         f"trajectories of {longest} at once; its working memory is estimated, not measured"
@@ -114,12 +114,6 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{times.tokens} tokens per iteration"
     )
     yield from (f"assumed: {source}" for source in plan.gpu.sources)
-    if model.layers == "auto" and not model.lora.rank:
-        without = ", which share no prefixes" if sharing.distinct < 1 else ""
-        yield (
-            "planned with local layers; model.layers=auto uses TransformerEngine's where it is installed"
-            f"{without}"
-        )
     yield "does not fit" if plan.broken else "fits"
 
 

@@ -38,6 +38,21 @@ def on_this_machine(experts: int) -> dict[str, Any]:
     return asdict(Place.of(config, replace(shape, experts=experts), on_gpu=False))
 
 
+def layers_with_transformer_engine(given: str) -> str:
+    """Return the layers of a run with this model.layers, as if TransformerEngine and a GPU were there."""
+    process.prepare(engine=False)
+    from unittest import mock
+
+    import torch
+
+    from megatron_stppo.model.layers import gpt_layer_specs, layer_spec
+
+    config = Config.model_validate({"model": {"path": "none", "layers": given}})
+    with mock.patch.object(gpt_layer_specs, "HAVE_TE", True):
+        with mock.patch.object(torch.cuda, "is_available", lambda: True):
+            return layer_spec(config)
+
+
 def attention_backend(given: str) -> str:
     """Return the name of the attention backend in megatron's configuration, of `given` in a run's."""
     process.prepare(engine=False)

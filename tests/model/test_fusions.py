@@ -18,6 +18,8 @@ WHOLE = {
     "rotary_kernel": True,
     "gradient_kernel": True,
 }
+# {model.layers: the layers that are built}
+CHOICES = {"auto": "local", "local": "local", "transformer_engine": "transformer_engine"}
 # {change of WHOLE: the fusions that are used}
 CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({}, {SWIGLU, ROTARY, GRADIENTS}),
@@ -91,3 +93,9 @@ def test_angles_from_a_table_rotate_as_megatrons_packed_sequences_bit_for_bit() 
 def test_the_attention_backend_is_given_to_megatron_as_its_own_type() -> None:
     """megatron compares it with its enumeration, and ignores a text."""
     assert run_ranks(fusing.attention_backend, 1, "unfused") == ["AttnBackend.unfused"]
+
+
+def test_auto_is_local_where_transformer_engine_is_installed_but_it_can_be_chosen() -> None:
+    """Its layers have not completed a step on a GPU."""
+    chosen = {name: run_ranks(fusing.layers_with_transformer_engine, 1, name)[0] for name in CHOICES}
+    assert chosen == CHOICES

@@ -167,6 +167,17 @@ def test_an_image_is_started_with_the_repository_and_the_runs_at_their_own_paths
     assert command.startswith(f"{cluster.HERE / 'program'} -P -m megatron_stppo train ")
 
 
+def test_compiled_code_is_kept_beside_the_runs_unless_another_folder_is_given(tmp_path: Path) -> None:
+    assert run(tmp_path, "0 6", TRITON_CACHE_DIR="/mine")[0] == 0
+    caches = dict(line.split("=") for line in (tmp_path / "ends/caches").read_text().splitlines())
+    assert caches == {
+        "VLLM_CACHE_ROOT": f"{tmp_path}/.cache/vllm",
+        "TRITON_CACHE_DIR": "/mine",
+        "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/.cache/inductor",
+        "FLASHINFER_WORKSPACE_BASE": f"{tmp_path}/.cache/flashinfer",
+    }
+
+
 def test_the_image_has_the_python_that_the_scripts_start_in_it() -> None:
     settings = (cluster.SCRIPTS / "settings.sh").read_text()
     python = re.findall(r"PYTHON:-(/\S+)}", settings)

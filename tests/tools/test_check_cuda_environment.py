@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from megatron_stppo.weights.sharding.hf_fields import FAMILIES
-from tools.cuda_environment import models, stand_ins
+from tools.cuda_environment import installed, models, stand_ins
 
 TOOL = Path(__file__).parents[2] / "tools/check_cuda_environment.py"
 
@@ -50,3 +50,10 @@ def test_the_exit_status_is_the_number_of_failed_checks(tmp_path):
     assert "versions" in {result["check"] for result in failed}, done.stdout
     assert done.returncode == len(failed), done.stderr
     assert "FAILED" in done.stdout
+
+
+def test_only_an_override_may_contradict_what_a_package_asks_for():
+    cudnn = "torch 2.13.0 has requirement nvidia-cudnn-cu13==9.20.0.48, but you have nvidia-cudnn-cu13 "
+    other = "a 1.0 has requirement b==1, but you have b 2."
+    assert installed.unexpected(f"{cudnn}9.22.0.52.\n{other}\n") == [other]
+    assert installed.unexpected(f"{cudnn}9.21.0.82.") == [f"{cudnn}9.21.0.82."]

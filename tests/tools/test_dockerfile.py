@@ -1,4 +1,4 @@
-"""The text of the Dockerfile: its pins are in tools/constraints-gpu.txt, and agree with those of the CPU."""
+"""The text of the Dockerfile. Its pins are in tools/constraints-gpu.txt and tools/overrides-gpu.txt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_stppo.cluster.launch import doctor
-from tools.check_dockerfile import Step, commands, steps
+from tools.check_dockerfile import Image, Step, commands, steps
 
 ROOT = Path(__file__).parents[2]
 STEPS = steps((ROOT / "Dockerfile").read_text())
@@ -28,6 +28,8 @@ def pins(file: str) -> dict[str, str]:
 
 
 GPU, CPU = pins("constraints-gpu.txt"), pins("lock-cpu.txt")
+OVERRIDES = pins("overrides-gpu.txt")
+OVERRIDE = "pip install --no-cache-dir --no-deps --requirement /opt/overrides.txt"
 
 
 def installed() -> set[str]:
@@ -37,7 +39,8 @@ def installed() -> set[str]:
         for command in commands(step) if step.instruction == "RUN" else []:
             words = shlex.split(command)
             if words[:2] in (["pip", "install"], ["pip", "wheel"]):
-                values = {words.index(x) + 1 for x in ("--constraint", "--wheel-dir") if x in words}
+                options = ("--constraint", "--wheel-dir", "--requirement")
+                values = {words.index(x) + 1 for x in options if x in words}
                 named = [w for i, w in enumerate(words) if i > 1 and i not in values and w[0] not in "-./"]
                 found |= set(named)
     return found
@@ -53,7 +56,27 @@ def test_every_pip_call_that_chooses_versions_uses_the_constraints() -> None:
     for step in STEPS:
         for command in commands(step) if step.instruction == "RUN" else []:
             if "pip install" in command or ("pip wheel" in command and "--no-deps" not in command):
-                assert "--constraint /opt/constraints.txt" in command
+                assert "--constraint /opt/constraints.txt" in command or command == OVERRIDE
+
+
+def test_cudnn_has_all_of_its_libraries_and_is_the_only_one() -> None:
+    """cuDNN 9.20, which torch asks for, lacks a library. The override comes last: pip would undo it."""
+    assert OVERRIDES == {"nvidia-cudnn-cu13": "9.22.0.52"} and not set(OVERRIDES) & set(GPU)
+    runs = [step for step in STEPS if step.instruction == "RUN"]
+    assert [step.argument for step in runs if step.stage == "packages"][-1] == OVERRIDE
+    assert not [step for step in runs if step.stage == "image" and "pip" in step.argument]
+    assert not [step for step in STEPS if step.instruction == "FROM" and "cudnn" in step.argument]
+    folder = "/opt/venv/lib/python3.12/site-packages/nvidia/cudnn"
+    variables = [step.argument for step in STEPS if (step.stage, step.instruction) == ("base", "ENV")]
+    assert variables == [
+        f"PATH=/opt/venv/bin:$PATH CUDNN_HOME={folder}",
+        "LD_LIBRARY_PATH=$CUDNN_HOME/lib:$LD_LIBRARY_PATH",
+    ]
+
+
+def test_a_variable_of_the_image_may_use_one_that_was_set_before(tmp_path: Path) -> None:
+    text = 'FROM a AS base\nENV A=/opt/x\nENV B=$A/lib:$NOT_SET\nRUN test "$B" = "$A/lib:" && test -n "$A"\n'
+    assert Image(tmp_path, "python3").build(text) == 0
 
 
 def test_pins_are_those_of_the_tests_unless_a_reason_is_given() -> None:

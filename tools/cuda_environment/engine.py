@@ -25,6 +25,24 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
             folder = models.write_config(Path(scratch), family)
             for tensor in TENSOR:
                 yield f"vLLM {family}, tensor {tensor}", functools.partial(compare, folder, tensor)
+        yield "vLLM's all-reduce", functools.partial(all_reduce, folder)
+
+
+def all_reduce(folder: Path) -> str:
+    """Raise AssertionError if an engine of several ranks would use FlashInfer's all-reduce."""
+    import vllm.envs
+    from vllm.utils.flashinfer import has_flashinfer
+
+    from megatron_stppo.rollout.vllm.vllm_setup import EngineSettings, engine_arguments
+
+    given = EngineSettings(folder, tensor=2, dtype="bfloat16", max_context=1024, max_sequences=16)
+    assert has_flashinfer(), "FlashInfer is not installed, so this check says nothing"
+    with mock.patch.dict("os.environ", RANK="0", LOCAL_RANK="0", WORLD_SIZE="2"):
+        config = engine_arguments(given, token="").create_engine_config()
+    assert config.parallel_config.tensor_parallel_size == 2
+    assert config.compilation_config.pass_config.fuse_allreduce_rms is False, "fused with RMSNorm"
+    assert not vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER, "VLLM_ALLREDUCE_USE_FLASHINFER"
+    return "not FlashInfer's"
 
 
 def compare(folder: Path, tensor: int) -> str:

@@ -2,7 +2,7 @@
 
 Every rank holds one shard of one replica: rank r serves replica r // tensor as tensor rank r % tensor. All
 ranks of a replica must add and abort the same requests in the same order between the same steps. They then
-produce the same tokens without exchanging requests or tokens.
+produce the same tokens without exchanging requests or tokens. Every COMPARED_EVERY steps they compare a hash.
 
 Differences from vLLM's own front end (LLM, LLMEngine), which is bypassed:
 - vLLM's output processor renders a string per token and per log-prob, which costs more than the forward pass
@@ -47,6 +47,8 @@ from megatron_stppo.rollout.vllm.vllm_setup import (
 )
 from megatron_stppo.weights.sharding.hf_load import load_config, load_tokenizer
 
+COMPARED_EVERY = 8  # steps between two comparisons of the tokens of an engine's ranks
+
 
 class Engine:
     """One rank's shard of a vLLM replica; see the module.
@@ -87,6 +89,7 @@ class Engine:
         self._adapters = EngineAdapters(worker, served) if served is not None else None
         self._asleep: set[Literal["weights", "kv_cache"]] = set()  # whose memory is released
         self._steps = 0  # of this rollout
+        self._hash = 0  # of all tokens of this engine; equal on its ranks
         self._failed = False
         # gloo group of this replica's ranks, over which the environments' answers are broadcast
         self.group: dist.ProcessGroup = get_tp_group().cpu_group
@@ -197,15 +200,43 @@ class Engine:
         """Run one forward pass, which adds a token to the running sequences.
 
         Return the complete generations. With asynchronous scheduling (on a GPU), these are the generations
-        that the pass before completed.
+        that the pass before completed. Raises EngineFailure if vLLM raises an error, or if the ranks of this
+        engine have sampled different tokens.
         """
         if not self._requests:
             return []
         self._synchronised()
         self._steps += 1
-        finished = self._complete(self._output())
+        outputs = self._output()
+        sampled = (token_id for output in outputs for token_id in output.new_token_ids)
+        self._hash = hash((self._hash, *sampled))  # of integers: the same in every process
+        finished = self._complete(outputs)
+        if self._steps % COMPARED_EVERY == 0 or not self._requests:
+            self._compare()
         self._drain()
         return finished
+
+    def _compare(self) -> None:
+        """Compare the tokens of the ranks of this engine. Collective over `group`.
+
+        Ranks whose tokens differ form different batches sooner or later, and a collective of vLLM would never
+        end. Raises EngineFailure on all of them.
+        """
+        if self._given.tensor == 1:
+            return
+        of_ranks = [torch.empty(1, dtype=torch.int64) for _ in range(self._given.tensor)]
+        dist.all_gather(of_ranks, torch.tensor([self._hash]), group=self.group)
+        first, *others = torch.cat(of_ranks).tolist()
+        differing = [rank for rank, other in enumerate(others, 1) if other != first]
+        if differing:
+            self._requests.clear()
+            self._failed = True
+            said = f"tensor-parallel ranks {differing} of replica {self.replica} differ in step {self._steps}"
+            raise EngineFailure(
+                f"the ranks of an engine sampled different tokens: {said} or before, from rank 0; if it "
+                "occurs again, check the GPUs of these ranks",
+                said,
+            )
 
     def _complete(self, outputs: Sequence[EngineCoreOutput]) -> list[Finished]:
         """Append a step's tokens to their requests. Return the complete generations, which vLLM drops."""

@@ -21,11 +21,14 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.base.errors import Requeue
 from megatron_stppo.cluster.launch.doctor import TESTED_ENGINES
 from megatron_stppo.cluster.launch.vllm_environment import (
     SHARED_MEMORY,
     check_cuda_functions,
+    check_variables,
     prepare_environment,
+    wait_for_memory,
 )
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import broadcast_bytes
@@ -90,11 +93,12 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
     Raises ConfigError if vLLM does not have a tested version or no LoRA for the adapters, if torch.cuda was
-    replaced on a GPU, if a CPU cannot serve the model, or if vLLM refuses the sizes or options, for instance
-    because another process holds the GPU's memory.
+    replaced on a GPU, if check_variables refuses a variable, if a CPU cannot serve the model, or if vLLM
+    refuses the sizes or options; Requeue if another process holds the GPU's memory for more than a minute.
     """
     _check_version()
     check_cuda_functions()
+    check_variables(given.tensor)
     config = load_config(given.model_path)
     if not config.architectures:
         raise ConfigError(
@@ -113,6 +117,8 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
         # Writing into a parameter takes effect in the plain layout only. It stays for later engines.
         cpu_layers.plain_linears()
         cpu_layers.one_adapter()
+    else:
+        wait_for_memory(given.gpu_memory_utilization)
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
     with warnings.catch_warnings(), _llvmlite_hidden():
         # vLLM inspects all names of torch, including deprecated ones
@@ -121,7 +127,9 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
             engine = LLMEngine.from_engine_args(engine_arguments(given, token))
         except ValueError as error:  # vLLM's own message says what does not fit
             own = f", rollout.vllm={dict(given.options)}" if given.options else ""
-            raise ConfigError(
+            # After wait_for_memory, a process has taken or still holds memory, which may be free next time.
+            kind = Requeue if str(error).startswith("Free memory on device") else ConfigError
+            raise kind(
                 f"vLLM cannot be built with rollout.gpu_memory_utilization={given.gpu_memory_utilization}, "
                 f"rollout.max_sequences={given.max_sequences}{own} and a context of {given.max_context} "
                 f"tokens: {error}"
@@ -170,8 +178,12 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
         # fifth of the time.
         **({"block_size": 32} if on_cpu() else {}),
     }
+    compilation = dict(given.options.get("compilation_config", {}))
+    # It calls FlashInfer's all-reduce, which prepare_environment switches off.
+    compilation["pass_config"] = {"fuse_allreduce_rms": False} | compilation.get("pass_config", {})
+    options = {**given.options, "compilation_config": compilation}
     platform = _platform_arguments(given.kv_cache_gib, token, given.routes)
-    return EngineArgs(**(chosen | dict(given.options) | fixed | platform | lora_arguments(given.adapters)))
+    return EngineArgs(**(chosen | options | fixed | platform | lora_arguments(given.adapters)))
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

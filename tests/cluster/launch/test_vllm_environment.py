@@ -3,10 +3,21 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from megatron_stppo.cluster.launch.vllm_environment import prepare_environment, remove_stale_shared_memory
+from megatron_stppo.base.errors import ConfigError, Requeue
+from megatron_stppo.cluster.launch import vllm_environment
+from megatron_stppo.cluster.launch.vllm_environment import (
+    check_variables,
+    prepare_environment,
+    remove_stale_shared_memory,
+    wait_for_memory,
+)
+from tests.ranks import run_ranks
 
 
 def test_only_old_unmapped_buffers_of_vllm_are_removed(tmp_path: Path) -> None:
@@ -51,3 +62,52 @@ def test_a_users_logging_level_is_kept_and_the_engine_stays_in_process(
     prepare_environment()
     assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def waited(of_ranks: list[list[int]]) -> tuple[int, str]:
+    """Wait for 48 of 80 GiB. Return (looks, error).
+
+    of_ranks: the GiB that each look of each rank finds free.
+    """
+    free = of_ranks[dist.get_rank()]
+    looks = mock.Mock(side_effect=[(gib << 30, 80 << 30) for gib in free])
+    pause, tries = mock.patch.object(vllm_environment, "MEMORY_PAUSE", 0), len(free)
+    with mock.patch.object(torch.cuda, "mem_get_info", looks), pause:
+        with mock.patch.object(vllm_environment, "MEMORY_TRIES", tries):
+            try:
+                wait_for_memory(0.6)
+            except Requeue as error:
+                return looks.call_count, str(error)
+    return looks.call_count, ""
+
+
+def test_all_ranks_wait_until_a_process_that_is_dying_has_left_its_gpu() -> None:
+    assert run_ranks(waited, 2, [[79, 79, 79], [3, 40, 49]]) == [(3, ""), (3, "")]
+
+
+def test_memory_that_is_not_free_after_a_minute_requeues_the_run_on_all_ranks() -> None:
+    assert vllm_environment.MEMORY_TRIES * vllm_environment.MEMORY_PAUSE > 60
+    ((looks, error), other) = run_ranks(waited, 2, [[79, 79], [3, 47]])
+    assert other == (looks, error) and looks == 2 and Requeue.exit_code == 85
+    assert "gpu_memory_utilization=0.6 of every GPU" in error
+    assert "rank 1: 47.0 of 80.0 GiB are free; end other processes" in error
+
+
+def test_variables_with_which_an_engine_of_several_ranks_cannot_start_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "0")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512,expandable_segments:True")
+    check_variables(1)  # nothing is shared
+    with pytest.raises(
+        ConfigError, match=r"^PYTORCH_CUDA_ALLOC_CONF=.*:True: an engine of 2 ranks .*; unset"
+    ):
+        check_variables(2)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    check_variables(2)
+    monkeypatch.setenv("VLLM_DISTRIBUTED_USE_SPLIT_GROUP", "1")
+    with pytest.raises(
+        ConfigError, match=r"^VLLM_DISTRIBUTED_USE_SPLIT_GROUP: cannot be used here; unset it$"
+    ):
+        check_variables(1)

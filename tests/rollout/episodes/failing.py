@@ -1,4 +1,4 @@
-"""Makes vLLM raise in its own code during a rollout."""
+"""Makes vLLM raise, or sample a wrong token, in its own code during a rollout."""
 
 from __future__ import annotations
 
@@ -19,3 +19,17 @@ def fail_in_step(step: int) -> Callable[[], None]:
 
     Scheduler.schedule = failing  # type: ignore[method-assign]
     return lambda: setattr(Scheduler, "schedule", schedule)
+
+
+def sample_wrongly_in_step(step: int) -> None:
+    """Change the first token that vLLM's scheduler gets from the model in its step-th call."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update, steps = Scheduler.update_from_output, iter(range(1, 1_000_000))
+
+    def wrong(scheduler: Any, scheduled: Any, output: Any) -> Any:
+        if next(steps) == step:
+            output.sampled_token_ids[0][0] ^= 1
+        return update(scheduler, scheduled, output)
+
+    Scheduler.update_from_output = wrong  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ from megatron_stppo.rollout.episodes.episode import Limits
 from megatron_stppo.rollout.episodes.play import request_seed
 from megatron_stppo.rollout.vllm.generation import RolloutError
 from tests.ranks import run_ranks
-from tests.rollout.episodes.failing import fail_in_step
+from tests.rollout.episodes.failing import fail_in_step, sample_wrongly_in_step
 from tests.rollout.vllm.tiny import CONTEXT, Game, fill, reference_logprobs, task
 
 LIMITS = Limits(max_prompt_tokens=60, max_turn_tokens=40, max_observation_tokens=30, max_context=CONTEXT)
@@ -199,6 +199,28 @@ def test_two_ranks_as_one_engine_agree_bitwise_and_leave_no_names_of_shared_memo
     assert awaited == again
     check_against(reference, awaited)
     check_against(reference, overlapped)
+
+
+def observe_divergence(folder: Path) -> tuple[tuple[str, str], float]:
+    """(how a rollout ends in which the second rank of an engine samples a wrong token, its seconds)."""
+    play = start(folder, 2)
+    if dist.get_rank() == 1:
+        sample_wrongly_in_step(9)
+    started = time.monotonic()
+    return refused(play), time.monotonic() - started
+
+
+def test_ranks_of_an_engine_that_sample_different_tokens_fail_together_within_8_steps(
+    tiny_folder: Path,
+) -> None:
+    first, second = run_ranks(observe_divergence, 2, tiny_folder, timeout=120)
+    (said, place), seconds = first
+    assert second[0] == first[0], "so that both build a new engine, or end"
+    differ = "tensor-parallel ranks [1] of replica 0 differ in step 16"
+    assert place == f"rank 0: {differ}; rank 1: {differ}"
+    assert f"the ranks of an engine sampled different tokens: {differ} or before, from rank 0; if" in said
+    assert said.startswith("EngineFailure: rollout failed on rank 0: ")
+    assert seconds < 30
 
 
 def test_dividing_tasks_among_replicas_changes_nothing_and_a_failure_ends_all_replicas(

@@ -20,10 +20,15 @@ PROMPTS = [tuple(range(5 + i, 25 + 2 * i)) for i in range(4)]
 LONG = tuple(10 + i % 200 for i in range(100))  # several blocks of the prefix cache
 CROWD = [tuple(5 + (i + j) % 300 for j in range(200)) for i in range(48)]  # more than fits into a step
 TEMPERATURE = 0.7
+# as vLLM writes it (vllm/v1/worker/utils.py)
+NO_MEMORY = (
+    "Free memory on device cuda:0 (3.1/79.1 GiB) on startup is less than desired GPU memory utilization "
+    "(0.6, 47.46 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+)
 
 
 def observe(engine: Any, folder: Path) -> dict[str, Any]:
-    from megatron_stppo.rollout.vllm.vllm_setup import build_vllm
+    from megatron_stppo.rollout.vllm.vllm_setup import LLMEngine, build_vllm
 
     seen: dict[str, Any] = {"unpublished": _refused(lambda: engine.add("a", (5,), seed=0, max_tokens=1))}
     fill(engine.parameters(), folder)
@@ -62,6 +67,8 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
     engine.abort_all()
     seen["unfinished"] = engine.unfinished
     seen["too long"] = _refused(lambda: build_vllm(replace(engine._given, max_context=CONTEXT + 1)))
+    with mock.patch.object(LLMEngine, "from_engine_args", side_effect=ValueError(NO_MEMORY)):
+        seen["no memory"] = _refused(lambda: build_vllm(engine._given))
     seen["cuda"] = torch.cuda.is_available()
     return seen
 
@@ -233,6 +240,11 @@ def test_sizes_that_vllm_refuses_are_named_with_its_reason(seen: dict[str, Any])
     )
     assert f"a context of {CONTEXT + 1} tokens" in seen["too long"]
     assert f"max_model_len ({CONTEXT + 1})" in seen["too long"]
+
+
+def test_a_gpu_that_another_process_holds_is_no_error_of_the_configuration(seen: dict[str, Any]) -> None:
+    assert seen["no memory"].startswith("Requeue: vLLM cannot be built with rollout.gpu_memory_utilization=")
+    assert seen["no memory"].endswith(NO_MEMORY)
 
 
 def test_aborting_leaves_nothing_running(seen: dict[str, Any]) -> None:

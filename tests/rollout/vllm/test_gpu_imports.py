@@ -1,4 +1,4 @@
-"""The functions of torch that importing the engine must not replace on a GPU. No GPU is needed."""
+"""vLLM as on a GPU, without one: functions of torch that importing the engine keeps, and vLLM's settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,16 +67,42 @@ print(json.dumps(replaced))
 """
 
 
-def test_importing_the_engine_does_not_replace_torch_cuda_unless_the_platform_is_a_cpu() -> None:
+# vLLM's CUDA platform. vLLM's build for CPUs lacks its compiled part and FlashInfer; both are replaced.
+CONFIG = """
+import sys, types
+from pathlib import Path
+
+sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+from tools.cuda_environment import engine, models, stand_ins
+
+stand_ins.install_platform()
+import vllm.platforms, vllm.utils.flashinfer
+
+type(vllm.platforms.current_platform).is_cumem_allocator_available = classmethod(lambda platform: True)
+vllm.utils.flashinfer.has_flashinfer = lambda: True
+print(engine.all_reduce(models.write_config(Path(sys.argv[1]), "qwen3")))
+"""
+
+
+def test_an_engine_of_several_ranks_does_not_use_flashinfers_all_reduce(tmp_path: Path) -> None:
+    assert _printed(CONFIG, str(tmp_path)) == "not FlashInfer's"
+
+
+def _printed(program: str, *arguments: str) -> str:
+    """Run a program in a process of its own. Return the last line that it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS],
+        [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [], "replaced"
+    return done.stdout.splitlines()[-1]
+
+
+def test_importing_the_engine_does_not_replace_torch_cuda_unless_the_platform_is_a_cpu() -> None:
+    assert json.loads(_printed(IMPORTS)) == [], "replaced"
 
 
 @pytest.mark.parametrize("gpu", [True, False])
