@@ -63,6 +63,6 @@ def newest_batch(folder: Path, episodes: int) -> tuple[Batch, int]:
     if not (numbers := recorded(folder)):
         raise ConfigError(f"--from={folder}: holds no trajectories/; give the folder of a run, as runs/NAME")
     played = trajectory_log.read(folder, numbers[-1])
-    number = list(accumulate(one.branch == 0 for one in played))  # of each trajectory's episode, from 1
+    number = list(accumulate(int(one.branch == 0) for one in played))  # of each trajectory's episode, from 1
     kept = [one for one, n in zip(played, number, strict=True) if n <= episodes]
     return to_batch(kept), min(number[-1], episodes)

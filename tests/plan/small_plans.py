@@ -176,3 +176,12 @@ def teachers(folder: str, others: tuple[str, ...]) -> list[tuple[int, int, int]]
         wanted = sum(math.prod(size) for size in hf_shapes(read_shape(Path(other))).values())
         found.append((wanted, sum(one.parameters for one in used), sum(one.weights for one in used)))
     return found
+
+
+def newest(source: str, episodes: int) -> tuple[int, str]:
+    """Return how many trajectories the first `episodes` episodes of the last iteration have, and how many
+    episodes these are, as text."""
+    from megatron_stppo.plan.sharing import newest_batch
+
+    batch, found = newest_batch(Path(source), episodes)
+    return len(batch.live_N), f"{found}"

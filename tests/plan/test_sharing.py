@@ -17,16 +17,33 @@ PROMPT, ACTION, EPISODES = 10, 10, 8  # every prompt is the same, and no two act
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with one iteration."""
+    folder = tmp_path_factory.mktemp("run")
+    write(folder, 1, [0] * EPISODES)
+    return folder
+
+
+def write(folder: Path, iteration: int, branches: list[int]) -> None:
+    """Write the trajectories of an iteration, given the number of each among the histories of its episode."""
     lines = []
-    for n in range(EPISODES):
+    for n, branch in enumerate(branches):
         turn = {"token_ids": [100 + n] * ACTION, "rollout_logprob": [-1.0] * ACTION, "observation_ids": []}
         turn |= {"reward": 0.0, "versions": [[0, ACTION]]}
         line = {"data_source": "game", "targets": ["a"], "split": "train", "index": n, "outcome": "ok"}
-        lines.append(json.dumps(line | {"prompt_ids": [3] * PROMPT, "turns": [turn]}) + "\n")
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "trajectories").mkdir()
-    (folder / "trajectories" / "iteration-00001.jsonl").write_text("".join(lines))
-    return folder
+        line |= {"branch": branch, "prompt_ids": [3] * PROMPT, "turns": [turn]}
+        lines.append(json.dumps(line) + "\n")
+    (folder / "trajectories").mkdir(exist_ok=True)
+    (folder / "trajectories" / f"iteration-{iteration:05d}.jsonl").write_text("".join(lines))
+
+
+def test_the_last_iterations_episodes_are_counted_with_all_their_histories(
+    tmp_path: Path, planner: ProcessPoolExecutor
+) -> None:
+    write(tmp_path, 1, [0] * 8)
+    write(tmp_path, 2, [0, 1, 2, 0, 1])
+    found = [planner.submit(small_plans.newest, str(tmp_path), episodes).result() for episodes in (1, 2, 3)]
+    assert found == [(3, "1"), (5, "2"), (5, "2")]
+    write(tmp_path, 3, [0])
+    assert planner.submit(small_plans.newest, str(tmp_path), 2).result() == (1, "1")
 
 
 @pytest.mark.parametrize(

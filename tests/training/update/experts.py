@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_stppo.cluster.launch import process
@@ -94,6 +95,26 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
     }
 
 
+def recorded_again() -> tuple[int, int]:
+    """Return for how many micro-batches tokens that repeat others are known, in two recordings of one."""
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.data.packing import PackingSpec, pack
+    from megatron_stppo.model.experts.routing import Routing, recording
+
+    chunk: Any = torch.nn.Module()
+    chunk.config = SimpleNamespace(sequence_parallel=False, num_moe_experts=4)
+    chunk.routing = Routing(chunk, None)  # type: ignore[arg-type]
+    counts = []
+    for _ in range(2):
+        with recording([chunk]):
+            (microbatch,) = pack(batch(), range(8), PackingSpec(1000, share_prefixes=True))
+            chunk.routing.begin(microbatch)
+            counts.append(len(chunk.routing.repeated))
+    return counts[0], counts[1]
+
+
 @contextmanager
 def routed(chunks: Any) -> Any:
     """Collect the maps [tokens, experts] that routers pass to their dispatchers, in call order."""
@@ -121,8 +142,13 @@ def uses(used: list[Any], maps: list[Any]) -> list[int]:
 
     counts = [0] * (len(maps) + 1)
     for each in used:
-        fits = [len(own) == len(each) and torch.equal(own[live], each[live]) for own, live in maps]
-        counts[fits.index(True) if any(fits) else -1] += 1
+        fits = [
+            n
+            for n, (own, live) in enumerate(maps)
+            if len(own) == len(each) and torch.equal(own[live], each[live])
+        ]
+        # two micro-batches may have equal maps in a layer
+        counts[min(fits, key=counts.__getitem__, default=-1)] += 1
     return counts
 
 

@@ -57,6 +57,10 @@ def test_recorded_experts_are_those_of_transformers(seen: Any) -> None:
     assert torch.equal(reference(folder)[:, : recorded.shape[1]], recorded)
 
 
+def test_a_recording_knows_nothing_of_the_tokens_of_an_earlier_one() -> None:
+    assert run_ranks(experts.recorded_again, 1) == [(1, 1)]
+
+
 def test_weights_and_optimizer_of_shared_experts_come_back_from_a_checkpoint(seen: Any) -> None:
     assert all(rank["loaded"] for rank in seen[2])
 

@@ -50,3 +50,7 @@ def test_a_data_parallel_rank_gets_more_trajectories_if_they_share_their_prompt(
 def test_layouts_and_layers_that_cannot_share_prefixes_refuse_to() -> None:
     reasons = ("parallel.context=2", "TransformerEngine")
     assert run_ranks(trees.obstacles, 1) == [[(reason, "update.share_prefixes=on") for reason in reasons]]
+
+
+def test_ranks_that_share_experts_have_equally_many_micro_batches() -> None:
+    assert run_ranks(trees.with_experts, 2) == [[11, 11, 11], [11, 1, 1]], "dummy tokens on the second"

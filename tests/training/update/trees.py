@@ -137,3 +137,19 @@ def obstacles() -> list[tuple[str, str]]:
             except ConfigError as error:
                 found.append((reason.split(":")[0].split("'")[0], str(error).split(": ")[0]))
     return found
+
+
+def with_experts() -> list[int]:
+    """Return the tokens of a rank's micro-batches, whose layers have collectives over both ranks, for the
+    trajectories of `dealt` and a budget of one trajectory."""
+    process.prepare(engine=False)
+    from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.data.packing import PackingSpec
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.parallel import groups
+    from tests.data.test_prefixes import played
+
+    given = played(*((*range(10), 20 + n) for n in range(3)), tuple(range(30, 41)), prompt=10)
+    mesh = groups.initialize(ParallelConfig(expert=2))
+    packer = Packer(PackingSpec(11, share_prefixes=True), mesh, 8, "cpu")
+    return [one.tokens for one in packer.pack(given, range(4))]
