@@ -215,7 +215,7 @@ def test_a_failure_of_the_callers_function_ends_the_connection(monkeypatch: pyte
     monkeypatch.setattr(threading, "excepthook", lambda failure: failures.append(failure.exc_type))
     with listening() as listener, dialing(listener, broken) as dialer:
         dialer.send(Ready(1))
-        until(lambda: dialer.ended)
+        until(lambda: dialer.ended and failures)  # the thread reports its failure last
         assert failures == [KeyError] and not dialer.send(Ready(2)) and dialer.take(60.0) == []
 
 

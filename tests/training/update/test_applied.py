@@ -135,7 +135,8 @@ def test_the_rates_factor_shortens_the_step_on_top_of_the_correction(steps: Any)
 def test_a_term_of_the_loss_is_proportional_to_its_coefficient(steps: Any, term: str) -> None:
     once, twice = (steps[name][1] - steps["turn_ppo"][1] for name in (term, f"twice the {term}"))
     assert float(once.norm()) > 1e-4 * float(steps["turn_ppo"][1].norm())
-    torch.testing.assert_close(twice, 2 * once, rtol=1e-3, atol=1e-7)
+    rounding = 1e-6 * float(steps["turn_ppo"][1].abs().max())  # of the gradients that were subtracted
+    torch.testing.assert_close(twice, 2 * once, rtol=1e-3, atol=rounding)
 
 
 def test_the_step_has_the_bounds_and_the_pooling_that_are_configured(steps: Any) -> None:
