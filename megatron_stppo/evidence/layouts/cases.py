@@ -38,7 +38,7 @@ class Case:
             f"DP{layout.data}" * (layout.data > 1),
         ]
         text = f"{' '.join(filter(None, parts)) or 'one rank'}, {self.budget:,} tokens"
-        return text + ", reversed" * self.reverse + ", prefixes not shared" * self.apart
+        return text + ", reversed" * self.reverse + ", nothing shared" * self.apart
 
 
 def cases(shape: ModelShape, world: int, given: ParallelConfig, budgets: list[int]) -> list[Case]:

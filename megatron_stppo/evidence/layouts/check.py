@@ -125,4 +125,4 @@ def _line(row: dict[str, Any]) -> str:
     numbers = "".join(f"{f'{name} {value:.1e}':20}" for name, value in largest.items())
     named = [f"weights ({row['tensor']})" if name == "weights" else name for name in row["broken"]]
     verdict = f"differs: {', '.join(named)}" if named else "same"
-    return f"{row['case']:40}{numbers}{verdict}"
+    return f"{row['case']:39} {numbers}{verdict}"
