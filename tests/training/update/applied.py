@@ -46,7 +46,7 @@ def first_steps(
             PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments),
             Packer.of(config, shape, mesh),
         )
-        given = batch()
+        given = batch(same=0)
         own_T = logprobs(actor.model, head, given, packer, [chosen])
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
         parameters = [p for chunk in actor.chunks for p in chunk.parameters()]

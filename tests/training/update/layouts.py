@@ -60,9 +60,9 @@ def value_head(hidden: int) -> Any:
     return HEAD_SCALE * torch.cos(torch.arange(hidden, dtype=torch.float64))[None]
 
 
-def batch() -> Any:
-    """Return 8 trajectories of 1 to 3 turns, two for each of 4 prompts. One pair has four action
-    tokens in common too.
+def batch(same: int = 4) -> Any:
+    """Return 8 trajectories of 1 to 3 turns, two for each of 4 prompts. One pair has its first
+    `same` action tokens in common too.
 
     One trajectory failed. Advantages vary inside turns; some turns are clipped.
     """
@@ -83,8 +83,8 @@ def batch() -> Any:
     for n, turns in enumerate(sizes):
         made = [Turn(ids(a), (0.0,) * a, ids(o), 0.0, ((0, a),)) for a, o in turns]
         if n == 6:
-            same = played[2].turns[0].token_ids[:4]
-            made[0] = replace(made[0], token_ids=same + made[0].token_ids[4:])
+            first = played[2].turns[0].token_ids[:same]
+            made[0] = replace(made[0], token_ids=first + made[0].token_ids[same:])
         played.append(Trajectory(task, prompts[n], tuple(made), "timeout" if n == 5 else "ok"))
     packed = to_batch(played)
     tokens = len(packed.action_index_T)
