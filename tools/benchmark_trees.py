@@ -96,8 +96,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(argv)
     if unknown := [case for case in given.cases if case not in CASES]:
         parser.error(f"--cases={unknown[0]}: no such case; choose from {', '.join(CASES)}")
-    if given.trl and given.model in SIZES:
-        parser.error(f"--trl: the random model {given.model} has no tokenizer; give --model=FOLDER")
     if given.run is not None:
         given.cases = [given.run.name]
     return given

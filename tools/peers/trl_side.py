@@ -31,7 +31,6 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
-from trl_settings import common
 
 TOOL = "look"
 
@@ -97,10 +96,28 @@ def main(specification: Path, result: Path) -> None:
     turns, turn_tokens = given["turns"], given["turn_tokens"]
     tokenizer = AutoTokenizer.from_pretrained(given["model"], trust_remote_code=False)
     config = GRPOConfig(
-        **common(given, share, rows, result.parent / "trl"),
+        output_dir=str(result.parent / "trl"),
+        use_cpu=True,
         ddp_backend="gloo" if world > 1 else None,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=share // rows,
+        steps_per_generation=share // rows * given["steps"],
+        num_generations=given["samples"],
+        max_steps=given["iterations"] * given["steps"],
+        max_completion_length=1000,
         generation_kwargs={"max_new_tokens": turn_tokens},
         max_tool_calling_iterations=turns - 1 if turns > 1 else None,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        seed=0,
     )
     several = {}
     if turns > 1:

@@ -2,9 +2,9 @@
 
     python tools/trees/trl_side.py SPECIFICATION.json RESULT.json
 
-Runs in the environment of tools/benchmark_peers.py, with the settings of tools/peers/trl_settings.py. In
-place of generation, TRL gets the tokens of the episodes, of which those of a mask are action tokens. The rest
-of an iteration is measured: log-probs of the old policy if there are several steps, loss, backward and steps.
+Runs in the environment of tools/benchmark_peers.py, with the settings of tools/peers/trl_side.py. In place of
+generation, TRL gets the tokens of the episodes, of which those of a mask are action tokens. The rest of an
+iteration is measured: log-probs of the old policy if there are several steps, loss, backward and steps.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "peers"))
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", CUDA_VISIBLE_DEVICES="")
 
 import torch
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-from trl_settings import common
 
 
 def now() -> tuple[float, float]:
@@ -59,8 +57,29 @@ def main(specification: Path, result: Path) -> None:
     given = json.loads(specification.read_text())
     torch.set_num_threads(given["threads"])
     share = len(given["episodes"]) // given["steps"]  # trajectories per optimizer step
-    own = common(given, share, given["amount"], result.parent / "trl")
-    config = GRPOConfig(**own, model_init_kwargs={"dtype": "float32"})
+    rows = given["amount"]
+    config = GRPOConfig(
+        output_dir=str(result.parent / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=share // rows,
+        steps_per_generation=share // rows * given["steps"],
+        num_generations=given["samples"],
+        max_steps=given["iterations"] * given["steps"],
+        max_completion_length=1000,
+        learning_rate=1e-6,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        model_init_kwargs={"dtype": "float32"},
+    )
     groups = len(given["episodes"]) // given["samples"]
     clock = Clock()
     trainer = Given(
