@@ -2,7 +2,7 @@
 
 `linear_logprob` has no gradient. `linear_loss` is for a loss that is a sum over chunks, such as the loss of
 ST-PPO over chunks of whole turns. It computes the gradient of a chunk's logits right after the logits, so it
-takes 3 matrix products. Factors that are known only later (1 / ||C||, 1 / count) scale the whole gradient.
+takes 3 matrix products. Factors that are known only later (1 / ||C||) scale the whole gradient of a step.
 
 With X [T, H] and W [V, H]: logits = X W', dX = G W, dW = G' X. G is the logits' gradient; it is written over
 the logits.
@@ -22,12 +22,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron_stppo.ops.arguments import check
 from megatron_stppo.ops.extension import is_one
-from megatron_stppo.ops.logits_gradient import Gradient, kept, live_rows, product
+from megatron_stppo.ops.logits_gradient import Gradient, kept, live_rows
+from megatron_stppo.ops.products import product
 from megatron_stppo.ops.shard import Shard, rows_of
 from megatron_stppo.ops.vocab_logprob import all_gather, local_statistics, merge_shards, write_gradient
 
 CHUNK = 4096  # rows; fewer make the matrix products slower
 FLOATS = (torch.float32, torch.bfloat16)
+PROMISED = "linear_loss: main_grad has the gradient for a cotangent of 1; multiply the chunks' losses instead"
 
 
 @dataclass(frozen=True)
@@ -101,10 +103,16 @@ def linear_loss(
     whose cotangents are 0, if there are many (live_rows). Rows that are not left out must be finite: a NaN
     reaches the gradient of the weight.
 
-    The gradient is computed in the forward; the backward only scales it and can run once. If the weight has a
-    main_grad (megatron's float32 buffer), its gradient is added there and autograd gets none. Until the
-    backward, whose factor is not known before, the weight's gradient is held in extra float32 memory, 4 bytes
-    per weight.
+    The gradient is computed in the forward, and the backward can run once.
+
+    If the weight has a float32 `main_grad` (megatron's buffer), the forward adds its gradient there, and
+    autograd gets none. The caller then promises one backward for each forward, before the next one of the
+    same weight, with the cotangent 1: megatron's schedules, with losses that contain their denominators.
+    RuntimeError if it does not; on a GPU another cotangent is an assertion of the device. A loss that is not
+    to change main_grad must be computed under no_grad.
+
+    Otherwise the backward scales the gradient by its cotangent, and the weight's gradient is held in extra
+    float32 memory until then, 4 bytes per weight.
     """
     shard = _shard(hidden, weight, target, vocab_start, vocab_size, temperature)
     chunks = _chunks(bounds, len(hidden))
@@ -129,7 +137,10 @@ class _LinearLoss(torch.autograd.Function):
         float32_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         longest = max(map(len, chunks))
-        gradient = Gradient(hidden, weight, longest, ctx.needs_input_grad[1]) if wanted else None
+        trained = wanted and ctx.needs_input_grad[1]
+        main = _claimed(weight) if trained else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if trained and main is None else main
+        gradient = Gradient(hidden, weight, longest, of_weight) if wanted else None
         multiply = product if float32_logits else torch.mm
         losses, records, logprobs = [], [], []
         for chunk in chunks:
@@ -155,7 +166,7 @@ class _LinearLoss(torch.autograd.Function):
                     )
                 gradient.add(write_gradient(logits, part, merged, cotangents, logits), rows)
             del logits  # free them before the next chunk's are allocated
-        ctx.gradient, ctx.weight = gradient, weight
+        ctx.gradient, ctx.claimed = gradient, None if main is None else weight
         total, record, logprob = torch.stack(losses).sum(0), torch.stack(records).sum(0), torch.cat(logprobs)
         ctx.mark_non_differentiable(record, logprob)
         ctx.set_materialize_grads(False)  # no zeros for the outputs without a gradient
@@ -166,21 +177,34 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor, *_: None) -> tuple[Tensor | None, ...]:
         gradient: Gradient | None = ctx.gradient
         if gradient is None:
-            raise RuntimeError(
-                "linear_loss: the first backward scaled the gradient in place; run it once only"
-            )
+            raise RuntimeError("linear_loss: the first backward took the gradient; run it once only")
         ctx.gradient = None
         of_hidden, of_weight = gradient.of_hidden, gradient.of_weight
+        if ctx.claimed is not None:
+            ctx.claimed.awaits_backward = False
+            torch._assert_async(cotangent == 1, PROMISED)  # on a GPU the host does not wait
+            return of_hidden, None, *(None,) * 6
         if not is_one(cotangent):
             of_hidden = of_hidden.mul_(cotangent)
             of_weight = None if of_weight is None else of_weight.mul_(cotangent)
-        if of_weight is None:
-            return of_hidden, None, *(None,) * 6
-        main = getattr(ctx.weight, "main_grad", None)
-        if main is None:
-            return of_hidden, of_weight.to(ctx.weight.dtype), *(None,) * 6
-        main.add_(of_weight)  # float32, never rounded to the weight's type
-        return of_hidden, None, *(None,) * 6
+        return of_hidden, None if of_weight is None else of_weight.to(of_hidden.dtype), *(None,) * 6
+
+
+def _claimed(weight: Tensor) -> Tensor | None:
+    """Return the weight's main_grad if it can take the gradient, and mark that a backward must follow.
+
+    Raises RuntimeError if the main_grad has a gradient whose backward has not run.
+    """
+    main: Tensor | None = getattr(weight, "main_grad", None)
+    if main is None or main.dtype != torch.float32:
+        return None
+    if getattr(weight, "awaits_backward", False):
+        raise RuntimeError(
+            "linear_loss: main_grad already has the gradient of a loss whose backward has not run; run it "
+            "before the next forward, or compute a loss without a backward under torch.no_grad()"
+        )
+    weight.awaits_backward = True  # type: ignore[attr-defined]
+    return main
 
 
 def chunk_bounds(offsets: Tensor | None, rows: int, chunk: int = CHUNK) -> list[int]:

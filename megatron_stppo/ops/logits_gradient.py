@@ -10,22 +10,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_stppo.ops.products import add_product
 from megatron_stppo.ops.shard import rows_of
 
 
 class Gradient:
     """Accumulator of dX, and of dW in float32, over chunks of at most `longest` rows.
 
-    is_trained: False for a frozen weight, which gets no dW (None).
+    of_weight: float32 in the weight's shape, to which dW is added; None for a frozen weight, which gets none.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, longest: int, is_trained: bool) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, longest: int, of_weight: Tensor | None) -> None:
         self._hidden, self._weight = hidden, weight
         self._spare = longest * len(weight) * weight.itemsize // 10  # bytes: a tenth of a chunk of logits
-        self.of_hidden = torch.zeros_like(hidden)
-        self.of_weight: Tensor | None = None
-        if is_trained:
-            self.of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        self.of_hidden, self.of_weight = torch.zeros_like(hidden), of_weight
 
     def add(self, of_logits: Tensor, rows: range | Tensor) -> None:
         """Add the contribution of these rows. of_logits: [rows, V_local], the gradient of their logits."""
@@ -38,21 +36,9 @@ class Gradient:
             torch.mm(of_logits, self._weight, out=self.of_hidden[rows.start : rows.stop])
         else:
             self.of_hidden[rows] = of_logits @ self._weight
-        if self.of_weight is None:
-            return
-        if hidden.dtype == torch.float32:
-            self.of_weight.addmm_(of_logits.t(), hidden)
-        elif hidden.is_cuda:  # the product is added to the float32 sums without rounding and without a copy
-            torch.addmm(self.of_weight, of_logits.t(), hidden, out_dtype=torch.float32, out=self.of_weight)
-        else:
-            self._add_in_pieces(self.of_weight, of_logits, hidden)
-
-    def _add_in_pieces(self, of_weight: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
-        """Add dW of bfloat16 factors on a CPU. In float32 a piece and its factors take a tenth of a chunk."""
-        block = max(64, self._spare // (4 * max(1, hidden.shape[1] + len(hidden))))
-        for start in range(0, of_logits.shape[1], block):
-            columns = slice(start, start + block)
-            of_weight[columns] += product(of_logits[:, columns].t(), hidden)
+        if self.of_weight is not None:
+            # on a CPU a piece of the bfloat16 gradient takes a tenth of a chunk in float32
+            add_product(self.of_weight, of_logits.t(), hidden, self._spare)
 
 
 def kept(logits: Tensor, rows: Tensor) -> Tensor:
@@ -80,13 +66,6 @@ def _rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
         block = gradient[start : start + step]
         out[start : start + step] = block.to(dtype) if start == 0 else block
     return out
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b of two matrices of bfloat16 or float32, accumulated and returned in float32."""
-    if a.dtype == torch.float32:
-        return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def live_rows(cotangents: Sequence[Tensor | None]) -> Tensor | None:
