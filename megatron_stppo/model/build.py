@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.model import adapters, fusions
-from megatron_stppo.model.experts import expert_rows
+from megatron_stppo.model.experts import expert_rows, grouped_experts
 from megatron_stppo.model.experts.routing import attach
 from megatron_stppo.model.layers import block_spec, layer_spec
 from megatron_stppo.model.optimizer import Trainer
@@ -182,6 +182,7 @@ def build(
         # megatron's Float16Module is not used: it would copy the output to float32, and the log-prob op
         # computes in float32 anyway.
         model = model.to(device=torch.cuda.current_device(), dtype=dtype)
+        grouped_experts.join(model)
         models.append(model.requires_grad_(False).eval() if role == "reference" else model)
     if role == "actor" and config.algorithm.routing_replay != "off":
         attach(models, mesh)

@@ -1,7 +1,8 @@
 """megatron's fused kernels: which of them a run uses, and why it does not use the others.
 
-The fused kernels compute the same formulas as the separate operations and round less often. They are used on
-a GPU only, so that results on a CPU do not depend on the packages that are installed.
+The fused kernels compute the same formulas as the separate operations and round less often. On a GPU they
+are used where they can be. On a CPU none is, so that results do not depend on the packages that are
+installed; only gradient_accumulation_fusion can be turned on there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.common.embeddings import rope_utils
-from megatron.core.tensor_parallel import layers as parallel_layers
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.layers import layer_spec
@@ -27,7 +27,6 @@ class Place:
     layers: LayerSpec
     has_experts: bool
     rotary_kernel: bool  # TransformerEngine's rotary embedding of packed sequences
-    gradient_kernel: bool  # apex's product that is added to a float32 buffer
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, on_gpu: bool) -> Place:
@@ -37,9 +36,6 @@ class Place:
             layer_spec(config),
             shape.experts > 0,
             rope_utils.fused_apply_rotary_pos_emb_thd is not None,
-            # the flag that megatron's own check reads; TransformerEngine's layers need the kernel too,
-            # because megatron builds the policy head with its local layer
-            parallel_layers._grad_accum_fusion_available,
         )
 
 
@@ -54,26 +50,26 @@ def obstacles(at: Place) -> dict[str, str]:
     """Return {field of a fusion: why it cannot be used, or "" if it can}."""
     fused_layers = at.layers == "transformer_engine"
     own_products = at.has_experts and not fused_layers
-    experts = "local experts have products of their own" if own_products else ""
-    kernel = "" if at.gradient_kernel else "apex's fused_weight_gradient_mlp_cuda is missing"
     rotary = "" if at.rotary_kernel else "this TransformerEngine has no kernel for packed sequences"
     found = {
         # compiled by torch.compile; keeps gate and up projection, but not silu(gate)
-        "bias_activation_fusion": experts,
+        "bias_activation_fusion": "local experts have products of their own" if own_products else "",
         # the order of tokens under context parallelism is that of TransformerEngine (data/context.py)
         "apply_rope_fusion": rotary if fused_layers else "local layers read each token's angles from a table",
-        # the sum of the microbatches' gradients is then never rounded to bfloat16
-        "gradient_accumulation_fusion": experts or kernel,
     }
-    return found if at.on_gpu else dict.fromkeys(found, "there is no GPU")
+    found = found if at.on_gpu else dict.fromkeys(found, "there is no GPU")
+    # the sum of the microbatches' gradients is then never rounded to bfloat16 (model/weight_gradient.py)
+    return found | {"gradient_accumulation_fusion": ""}
 
 
 def fields(at: Place, given: Mapping[str, Any]) -> dict[str, bool]:
-    """Return megatron's fields of all fusions: on where they can be used, unless `given` turns them off.
+    """Return megatron's fields of all fusions: on where they can be used, unless `given` turns them off. On a
+    CPU they are off, unless `given` turns them on.
 
     given: the run's section `megatron`.
     """
-    return {field: not reason and bool(given.get(field, True)) for field, reason in obstacles(at).items()}
+    reasons = obstacles(at)
+    return {field: not reason and bool(given.get(field, at.on_gpu)) for field, reason in reasons.items()}
 
 
 def check(at: Place, given: Mapping[str, Any]) -> None:

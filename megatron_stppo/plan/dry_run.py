@@ -6,7 +6,7 @@ arithmetic (usage.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -63,9 +63,8 @@ def training_use(
     """
     layout, dtype = Layout.of_world(gpus, config.parallel), planned_dtype(config)
     spec = layer_spec(config)
-    # Kernels of other packages do not work on meta tensors, and may be missing on this machine.
-    place = replace(fusions.Place.of(config, shape, gpu.is_cuda), gradient_kernel=False)
-    settings = WITHOUT_VALUES | config.megatron | fusions.fields(place, config.megatron)
+    fused = fusions.fields(fusions.Place.of(config, shape, gpu.is_cuda), config.megatron)
+    settings = WITHOUT_VALUES | config.megatron | fused
     config = config.model_copy(update={"megatron": settings})
     training = training_layouts(shape, layout, spec=spec)
     stages: list[StageUse] = []

@@ -10,13 +10,12 @@ from tests.model import fusing
 from tests.ranks import run_ranks
 
 SWIGLU, ROTARY, GRADIENTS = "bias_activation_fusion", "apply_rope_fusion", "gradient_accumulation_fusion"
-# An H100 with TransformerEngine and apex.
+# An H100 with TransformerEngine.
 WHOLE = {
     "on_gpu": True,
     "layers": "transformer_engine",
     "has_experts": False,
     "rotary_kernel": True,
-    "gradient_kernel": True,
 }
 # {model.layers: the layers that are built}
 CHOICES = {"auto": "local", "local": "local", "transformer_engine": "transformer_engine"}
@@ -25,11 +24,9 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({}, {SWIGLU, ROTARY, GRADIENTS}),
     ({"has_experts": True}, {SWIGLU, ROTARY, GRADIENTS}),
     ({"on_gpu": False}, set()),
-    ({"gradient_kernel": False}, {SWIGLU, ROTARY}),
     ({"rotary_kernel": False}, {SWIGLU, GRADIENTS}),
     ({"layers": "local"}, {SWIGLU, GRADIENTS}),
-    ({"layers": "local", "gradient_kernel": False}, {SWIGLU}),
-    ({"layers": "local", "has_experts": True}, set()),
+    ({"layers": "local", "has_experts": True}, {GRADIENTS}),
     ({"has_experts": True, "on_gpu": False}, set()),
 ]
 
@@ -49,13 +46,13 @@ def test_every_fusion_is_used_where_its_needs_are_met_and_nowhere_else() -> None
 
 def test_the_opening_line_says_what_is_fused_and_why_the_rest_is_not() -> None:
     (_, everything, _), (_, local, _), (_, off, _) = [
-        *decide([WHOLE, WHOLE | {"layers": "local", "gradient_kernel": False}], {}),
+        *decide([WHOLE, WHOLE | {"layers": "local", "has_experts": True}], {}),
         *decide([WHOLE], {SWIGLU: False}),
     ]
     assert everything == "fused: SwiGLU, rotary embedding, gradients of the weights"
     assert local == (
-        "fused: SwiGLU; not fused: rotary embedding (local layers read each token's angles from a table), "
-        "gradients of the weights (apex's fused_weight_gradient_mlp_cuda is missing)"
+        "fused: gradients of the weights; not fused: SwiGLU (local experts have products of their own), "
+        "rotary embedding (local layers read each token's angles from a table)"
     )
     assert off.endswith("; not fused: SwiGLU (megatron.bias_activation_fusion=false)")
 
@@ -65,7 +62,6 @@ def test_the_opening_line_says_what_is_fused_and_why_the_rest_is_not() -> None:
     [
         (SWIGLU, {"on_gpu": False}, "there is no GPU"),
         (ROTARY, {"layers": "local"}, "local layers read each token's angles from a table"),
-        (GRADIENTS, {"gradient_kernel": False}, "apex's fused_weight_gradient_mlp_cuda is missing"),
     ],
 )
 def test_a_fusion_that_cannot_be_used_is_refused_with_the_reason(
@@ -79,7 +75,12 @@ def test_a_fusion_that_cannot_be_used_is_refused_with_the_reason(
 def test_a_cpu_run_fuses_nothing_whatever_is_installed() -> None:
     at = run_ranks(fusing.on_this_machine, 1, 4)[0]
     assert (at["on_gpu"], at["layers"], at["has_experts"]) == (False, "local", True)
-    assert not any(decide([at | {"rotary_kernel": True, "gradient_kernel": True}], {})[0][0].values())
+    assert not any(decide([at | {"rotary_kernel": True}], {})[0][0].values())
+
+
+def test_a_cpu_run_fuses_the_gradients_of_the_weights_if_it_is_asked_to() -> None:
+    ((fields, _, message),) = decide([WHOLE | {"on_gpu": False, "layers": "local"}], {GRADIENTS: True})
+    assert (fields, message) == ({SWIGLU: False, ROTARY: False, GRADIENTS: True}, "")
 
 
 def test_megatron_has_every_field_of_the_table() -> None:

@@ -33,7 +33,7 @@ TESTED_ENGINES = {"0.32.0": "2.13", "0.26.0": "2.11"}
 OPTIONAL = {
     "transformer-engine": "attention is torch's variable-length kernel; norms, linear layers and the rotary "
     "embedding are unfused",
-    "apex": "the optimizer's multi-tensor kernels and gradient accumulation are unfused",
+    "apex": "the optimizer's multi-tensor kernels are unfused",
 }
 
 

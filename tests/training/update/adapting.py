@@ -22,6 +22,7 @@ def steps(
     targets: str | list[str] = "all-linear",
     recompute: str = "none",
     path: str | None = None,
+    fused: bool = False,
 ) -> dict[str, Any]:
     """Return the numbers of a step of the actor and of the critic, with adapters whose B is not zero.
 
@@ -53,6 +54,7 @@ def steps(
             "parallel": parallel,
             "update": {role: layouts.SETTINGS | {"distributed": distributed} for role in ("actor", "critic")},
             "algorithm": algorithm,
+            "megatron": {"gradient_accumulation_fusion": fused},
         }
     )
     mesh = groups.initialize(config.parallel)

@@ -113,6 +113,7 @@ def steps(
     algorithm: dict,
     out: str,
     recompute: str = "none",
+    fused: bool = False,
 ) -> Any:
     """Return the steps' numbers, the actor's log-probs and the critic's values, per budget of tokens.
 
@@ -142,6 +143,7 @@ def steps(
             "parallel": parallel,
             "update": {role: SETTINGS | {"distributed": distributed} for role in ("actor", "critic")},
             "algorithm": algorithm,
+            "megatron": {"gradient_accumulation_fusion": True} if fused else {},
         }
     )
     mesh = groups.initialize(config.parallel)
