@@ -24,6 +24,9 @@ REFERENCE_ROWS = 64  # rows of logits; a float64 reference of all rows would tak
 IGNORED = -100
 CHUNK = 4096  # rows of logits, the default of ops.chunk_bounds
 FLOAT32_LOGITS = "linear_loss, logits in float32"
+INTO_MAIN = (
+    "linear_loss into main_grad"  # what training calls: the weight's gradient needs no memory of its own
+)
 # these sum the gradient of the weight in float32, whatever its type
 FLOAT32_SUMS = ("linear_loss", FLOAT32_LOGITS)
 
@@ -161,6 +164,8 @@ def linear_rows(
             cotangent = torch.randn(rows, device=bench.device).masked_fill(dead, 0)
             reference = exact_linear(hidden, weight, target, cotangent)
             given = (hidden, weight)
+            main = weight.detach().requires_grad_()
+            main.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
 
             def loss(
                 _: None,
@@ -168,6 +173,7 @@ def linear_rows(
                 g: Tensor = cotangent,
                 given: Any = given,
                 float32_logits: bool = False,
+                wanted: int = 2,
             ) -> Any:
                 def of_chunk(one: ops.Chunk) -> tuple[Tensor, Tensor]:
                     loss = (g[one.first : one.last] * one.logprob).sum()
@@ -178,7 +184,7 @@ def linear_rows(
                     total, *_ = ops.linear_loss(
                         *given, target, bounds, of_chunk, float32_logits=float32_logits
                     )
-                    return torch.autograd.grad(total, given)
+                    return torch.autograd.grad(total, given[:wanted])
 
             def unfused(
                 _: None,
@@ -189,9 +195,11 @@ def linear_rows(
             ) -> Any:
                 return torch.autograd.grad(function(*given, target), given, g)
 
+            into_main = functools.partial(loss, given=(hidden, main), wanted=1)
             variants = [
                 Variant("one GEMM", lambda _, given=given: (given[0].detach() @ given[1].detach().t(),)),
                 Variant("linear_loss", loss, reference=reference, ours=True),
+                Variant(INTO_MAIN, into_main, reference=reference[:1], ours=True),
                 Variant("logits, log_softmax + gather", unfused, reference=reference),
             ]
             if dtype == torch.bfloat16:  # what training calls with model.head_dtype=auto on a GPU
@@ -215,7 +223,7 @@ def with_gemm_times(row: Row, gemm: Row, device: str, hidden: Tensor, weight: Te
     if seconds is not None and unit is not None:
         extra["gemm_times"] = seconds / unit
     if row.peak_bytes is not None:
-        per_weight = 4 if row.variant in FLOAT32_SUMS else weight.element_size()
+        per_weight = 4 if row.variant in FLOAT32_SUMS else weight.element_size() * (row.variant != INTO_MAIN)
         gradients = hidden.element_size() * hidden.numel() + per_weight * weight.numel()
         wider = 4 / hidden.element_size() if row.variant == FLOAT32_LOGITS else 1
         extra["chunks"] = (row.peak_bytes - gradients) / (chunk * wider)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_checks import main
+from gpu_checks.machine import synchronize
 from gpu_checks.model import SMALL, configuration, trajectories, write_model
 from megatron_stppo.cluster.launch import process
 
@@ -157,7 +158,10 @@ def _first_step(model: Path, replay: str) -> dict[str, Any]:
 
 
 def grouped() -> dict[str, Any]:
-    """Compare experts in one product with experts one after the other: outputs and gradients, in bfloat16."""
+    """Compare experts in one product with experts one after the other: outputs and gradients, in bfloat16.
+
+    Then measure the error of fused gradients, and the rate of experts.
+    """
     process.prepare(engine=False)
     from tests.model.experts.test_grouped_experts import compared
 
@@ -170,7 +174,62 @@ def grouped() -> dict[str, Any]:
     }
     if one.keys() != separate.keys() or not max(apart.values()) < 0.01:  # NaN fails too
         raise AssertionError(f"experts in one product differ from separate ones: {apart}")
-    return {"relative difference, output": apart["out"], "largest": max(apart.values())}
+    found = {"relative difference, output": apart["out"], "largest": max(apart.values())}
+    return found | _fused_gradients(mesh, device) | _rates_of_experts(device)
+
+
+def _fused_gradients(mesh: Any, device: str) -> dict[str, float]:
+    """Compare main gradients in bfloat16 with float64: added without being rounded, and rounded first."""
+    from tests.model.accumulating import errors_in
+    from tests.model.experts.test_grouped_experts import accumulated_in
+
+    layers, experts = {}, {}
+    with torch.device(device):
+        for name, fused in (("fused", True), ("rounded", False)):
+            layers[name] = max(errors_in(mesh, {}, "bfloat16", fused).values())
+            run = accumulated_in(mesh, torch.bfloat16, True, fused)
+            apart = [
+                float((run["mains"][key] - x).norm() / x.norm()) for key, x in run["exact"].items() if x.any()
+            ]
+            experts[name] = max(apart)
+            if run["moved"]["stacked"]:
+                raise AssertionError(f"weights of experts were copied together: {run['moved']}")
+    found = {f"relative error of layers, {name}": error for name, error in layers.items()}
+    found |= {f"relative error of experts, {name}": error for name, error in experts.items()}
+    if not layers["fused"] < 1e-5 < layers["rounded"] or not experts["fused"] < experts["rounded"]:
+        raise AssertionError(f"fused gradients are not more exact: {found}")
+    return found
+
+
+def _rates_of_experts(device: str) -> dict[str, float]:
+    """Time a layer's first product, forward and backward, with the experts of Qwen3-30B-A3B (on a CPU small
+    ones). The weights' gradients are added expert by expert, or as one product that is rounded first."""
+    from megatron_stppo.model.experts.grouped_experts import products
+
+    gpu = device == "cuda"
+    experts, out, inside = (128, 1536, 2048) if gpu else (8, 48, 64)
+    found: dict[str, float] = {}
+    with torch.device(device):
+        # leaves in one storage
+        weights = [one.detach().requires_grad_() for one in torch.randn(experts, out, inside).bfloat16()]
+        for weight, main in zip(weights, torch.zeros(experts, out, inside), strict=True):
+            weight.main_grad = main
+        for each in (128, 512, 1024) if gpu else (16,):  # rows of an expert
+            rows = torch.randn(experts * each, inside).bfloat16().requires_grad_()
+            ends = torch.arange(1, experts + 1, dtype=torch.int32) * each
+            given = torch.randn(experts * each, out).bfloat16()
+            for name, counts in (("expert by expert", [each] * experts), ("one product", None)):
+                for timed in (False, True):
+                    synchronize()
+                    start = time.perf_counter()
+                    for _ in range(5):
+                        products(rows, ends, weights, counts).backward(given)
+                    synchronize()
+                    if timed:
+                        flop = 5 * 6 * rows.shape[0] * out * inside
+                        rate = flop / (time.perf_counter() - start) / 1e12
+                        found[f"{each} rows, {name} (TFLOP/s)"] = rate
+    return found
 
 
 def cold_start() -> dict[str, Any]:
