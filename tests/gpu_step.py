@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from megatron_stppo.cluster.launch import process
 
@@ -33,6 +35,7 @@ def waits(
     from megatron_stppo.config import Config
     from megatron_stppo.data.finite import columns
     from megatron_stppo.data.packing import to_batch
+    from megatron_stppo.model import pipeline
     from megatron_stppo.plan.substitutes import route_evenly
     from megatron_stppo.plan.work import standing_at, trajectory
     from megatron_stppo.training.advantage import estimate
@@ -63,7 +66,7 @@ def waits(
     played = [replace(one, prompt_ids=(n, *one.prompt_ids[1:])) for n in range(trajectories)]
     # a pipeline stage asks the one before or after it for the shape of what it sends
     read = {SHAPES: torch.tensor([IN_MICROBATCH * LENGTH, 1, shape.hidden])}
-    with standing_at(rank, 2, config) as mesh, StandInGpu(read) as gpu:
+    with standing_at(rank, 2, config) as mesh, StandInGpu(read) as gpu, ExitStack() as stack:
 
         def stage(name: str, call: Any) -> Any:
             gpu.waits.clear()
@@ -78,10 +81,13 @@ def waits(
         batch = to_batch(played)
         _check_microbatches(learner, batch)
         group_N = torch.arange(trajectories)
+        packs = stack.enter_context(mock.patch.object(pipeline, "pack", wraps=pipeline.pack))
         batch = stage("score", lambda: score(learner, batch, 0))
+        assert packs.call_count == 1  # for the three models, and for the update
         batch = stage("advantage", lambda: estimate(batch, config.algorithm, group_N))
         assert not any(column.is_cuda for column in columns(batch).values())
         stage("update", lambda: update(learner, batch, 0))
+        assert packs.call_count == 2 and not learner.packer.kept  # again for actor/kl_after
         _check_models(learner)
         reshard = _reshard(learner)
         reshard.sync(0)

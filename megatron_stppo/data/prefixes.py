@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -47,20 +48,21 @@ class Tree:
         """
         lengths, columns = batch.sequence_offsets.diff().tolist(), [batch.tokens_P]
         rows = torch.stack(columns if marks_P is None else [*columns, marks_P], dim=1).numpy()
-        held = batch.held_N.tolist()
-        given = [rows[held[i] : held[i] + lengths[i]] for i in chosen]
+        held, width = batch.held_N.tolist(), rows.shape[1]
+        given = [rows[held[i] : held[i] + lengths[i]].reshape(-1) for i in chosen]
         keys = [one.tobytes() for one in given]
         order = sorted(range(len(given)), key=keys.__getitem__)
         common = [0] * len(order)
         for n in range(1, len(order)):
             before, one = (given[i] for i in order[n - 1 : n + 1])
             both = min(len(before), len(one))
-            differ = (before[:both] != one[:both]).any(1)
-            common[n] = int(differ.argmax()) if differ.any() else both
-        of = [len(given[i]) for i in order]
+            differ = before[:both] != one[:both]
+            first = int(differ.argmax()) if both else 0
+            common[n] = (first if both and differ[first] else both) // width
+        of = [len(given[i]) // width for i in order]
         tree = cls(order, np.array(of, dtype=np.int64), np.array(common, dtype=np.int64))
         saves = sum(common) >= LEAST * tree.lengths.sum()
-        return tree if saves else cls.plain([len(one) for one in given])
+        return tree if saves else cls.plain([lengths[i] for i in chosen])
 
     @classmethod
     def plain(cls, lengths: Sequence[int]) -> Tree:
@@ -76,43 +78,42 @@ class Tree:
         adds the fewest tokens. A trajectory that is longer than the budget gets its own bin.
         Example: lengths [3, 9, 2, 2] without common prefixes and budget 4: [[1], [0], [2, 3]].
         """
-        new = self.lengths - self.common
-        upto = np.concatenate([[0], new.cumsum()])
+        upto, every = (np.concatenate([[0], n.cumsum()]) for n in (self.lengths - self.common, self.lengths))
         subtrees = [
             (int(self.lengths[a] + upto[b] - upto[a + 1]), min(self.order[a:b]), a, b)
-            for a, b in self._subtrees(upto, budget)
+            for a, b in self._subtrees(upto, every, budget)
         ]
-        bin_of = np.full(len(self.lengths), -1)
-        room: list[int] = []
-        left: list[int] = []  # as room, but of the tokens with those that repeat others
+        common = [*self.common.tolist(), 0]
+        bin_of, used = np.full(len(self.lengths), -1), 0
+        room = np.full(len(subtrees), budget)
+        left = MOST * room  # as room, but of the tokens with those that repeat others
         for size, _, a, b in sorted(subtrees, key=lambda one: (-one[0], one[1])):
-            added, every = np.full(len(room), size), int(self.lengths[a:b].sum())
-            placed = bin_of >= 0
-            best = np.zeros(len(room), dtype=np.int64)
-            np.maximum.at(best, bin_of[placed], self._common_with(a, b)[placed])
-            added -= best
-            fits = (added <= np.array(room, dtype=np.int64)) & (every <= np.array(left, dtype=np.int64))
-            if fits.any():
-                at = int(np.where(fits, added, size + 1).argmin())
-            else:
-                at, added = len(room), np.append(added, size)
-                room.append(budget)
-                left.append(MOST * budget)
+            added, with_repeats = np.full(used, size), every[b] - every[a]
+            if common[a] or common[b]:  # others have tokens in common with it
+                placed, best = bin_of >= 0, np.zeros(used, dtype=np.int64)
+                np.maximum.at(best, bin_of[placed], self._common_with(a, b)[placed])
+                added -= best
+            fits = np.flatnonzero((added <= room[:used]) & (with_repeats <= left[:used]))
+            at, taken = used, size
+            if len(fits):
+                at = int(fits[added[fits].argmin()])
+                taken = added[at]
+            used = max(used, at + 1)
             bin_of[a:b] = at
-            room[at] -= int(added[at])
-            left[at] -= every
-        bins: list[list[int]] = [[] for _ in room]
+            room[at] -= taken
+            left[at] -= with_repeats
+        bins: list[list[int]] = [[] for _ in range(used)]
         for place, at in sorted(zip(self.order, bin_of.tolist(), strict=True)):
             bins[at].append(place)
         return bins
 
-    def _subtrees(self, upto: np.ndarray, budget: int) -> list[tuple[int, int]]:
+    def _subtrees(self, upto: np.ndarray, every: np.ndarray, budget: int) -> list[tuple[int, int]]:
         """Return the largest subtrees that fit into a bin, as slices of the order."""
         found, left = list[tuple[int, int]](), [(0, len(self.lengths))] if len(self.lengths) else []
         while left:
             a, b = left.pop()
             fits = self.lengths[a] + upto[b] - upto[a + 1] <= budget
-            if b - a == 1 or (fits and self.lengths[a:b].sum() <= MOST * budget):
+            if b - a == 1 or (fits and every[b] - every[a] <= MOST * budget):
                 found.append((a, b))
                 continue
             inner = self.common[a + 1 : b]
@@ -127,26 +128,30 @@ class Tree:
         out[:a] = np.minimum.accumulate(self.common[a:0:-1])[::-1]
         return out
 
+    @cached_property
+    def _at(self) -> np.ndarray:
+        """The index in this order of each place, int64 [n]."""
+        return np.argsort(self.order)
+
     def packed(self, run: Sequence[int]) -> Segments:
         """Return the layout of the trajectories at the places `run`, each distinct token being there once."""
-        wanted, last = set(run), -1
-        own, paths = list[int](), dict[int, Tensor]()
-        path, end = torch.empty(0, dtype=torch.int64), 0
-        for n, place in enumerate(self.order):
-            if place not in wanted:
-                continue
-            both = int(self.common[last + 1 : n + 1].min()) if last >= 0 else 0
-            new, last = int(self.lengths[n]) - both, n
-            path = torch.cat([path[:both], torch.arange(end, end + new)])
-            end += new
-            own.append(new)
-            paths[place] = path
-        places = torch.cat([path[:0], *(paths[place] for place in run)])
-        if end == len(places):
-            return Segments(torch.tensor(own, dtype=torch.int64), places, None)
-        pieces = [path for path, new in zip(paths.values(), own, strict=True) if new]
-        keys = (torch.tensor([len(one) for one in pieces]), torch.cat(pieces))
-        return Segments(torch.tensor([new for new in own if new]), places, keys)
+        at = self._at[np.array(run, dtype=np.int64)]
+        by_tree = np.argsort(at)
+        at = at[by_tree]
+        common, lengths = np.zeros_like(at), self.lengths[at]
+        if len(at) > 1:  # the least in common of all neighbours between two
+            common[1:] = np.minimum.reduceat(self.common[: at[-1] + 1], at[:-1] + 1)
+        own = lengths - common
+        path, paths = np.zeros(0, dtype=np.int64), [np.zeros(0, dtype=np.int64)] * len(at)
+        columns = (by_tree, common, own.cumsum() - own, own.cumsum())
+        for n, both, start, end in zip(*(column.tolist() for column in columns), strict=True):
+            paths[n] = path = np.concatenate([path[:both], np.arange(start, end)])
+        places = np.concatenate([path[:0], *paths])
+        if not common.any():
+            return Segments(own, places, None)
+        pieces = [paths[n] for n, new in zip(by_tree, own, strict=True) if new]
+        keys = (np.array([len(one) for one in pieces]), np.concatenate(pieces))
+        return Segments(own[own > 0], places, keys)
 
 
 @dataclass(frozen=True)
@@ -159,10 +164,10 @@ class Segments:
     second are at the places [0, 1, 2, 5, 6, 7], which are also the second segment's keys.
     """
 
-    lengths: Tensor  # int64 [m]
-    places: Tensor  # int64: the place of each token of each trajectory, trajectory after trajectory
+    lengths: np.ndarray  # int64 [m]
+    places: np.ndarray  # int64: the place of each token of each trajectory, trajectory after trajectory
     # int64 [m] and the places of the keys, segment after segment; None: the segments are the trajectories
-    keys: tuple[Tensor, Tensor] | None
+    keys: tuple[np.ndarray, np.ndarray] | None
 
 
 def route_marks(routes_P: Tensor, stage: int) -> Tensor:

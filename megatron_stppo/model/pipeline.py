@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from megatron_stppo.data.packing import (
     microbatch_runs,
     pack,
     prefixes_of,
+    routed,
     unpack,
 )
 from megatron_stppo.data.prefixes import partition, prompts_of, route_marks
@@ -31,6 +32,8 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the order of their layers
+# the columns of a Batch that decide its microbatches, beside the recorded experts
+PACKED = ("tokens_P", "held_N", "action_index_T", "turn_offsets")
 Record = TypeVar("Record")  # what is kept of a microbatch: a detached tensor, or several
 
 
@@ -43,6 +46,8 @@ class Packer:
     hidden: int  # hidden size of the model, for `cost`
     device: torch.device | str | int
     by_route: bool = False  # prefixes are shared only where their recorded experts agree too
+    # {list of trajectories: [(batch, its microbatches)]}, see `keep`
+    kept: dict[tuple[int, ...], list[tuple[Batch, Sequence[Microbatch]]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, mesh: MeshRank) -> Packer:
@@ -58,18 +63,40 @@ class Packer:
         )
         return cls(spec, mesh, shape.hidden, torch.cuda.current_device(), config.replays_rollout)
 
-    def pack(self, batch: Batch, chosen: Sequence[int], most: int | None = None) -> list[Microbatch]:
+    def keep(self, together: Sequence[Sequence[int]]) -> None:
+        """Keep the microbatches of these lists of trajectories from now on, and drop those of others.
+
+        So scoring and update of all models pack a minibatch once. They take up to 32 bytes per token on the
+        device. Equal on every rank, because `pack` is collective.
+        """
+        kept = {tuple(chosen): self.kept.get(tuple(chosen), []) for chosen in together}
+        self.kept.clear()
+        self.kept.update(kept)
+
+    def pack(self, batch: Batch, chosen: Sequence[int], most: int | None = None) -> Sequence[Microbatch]:
         """Return this data-parallel rank's microbatches of the chosen trajectories. Collective.
 
         most: only so many of each rank's trajectories.
         """
+        kept = None if most is not None else self.kept.get(tuple(chosen))
+        decisive = (*PACKED, "routes_P") if self.by_route else PACKED
+        for given, microbatches in kept or ():
+            if all(getattr(given, name) is getattr(batch, name) for name in decisive):
+                return routed(microbatches, batch.routes_P, self.device)
+        microbatches = self._pack(batch, chosen, most)
+        if kept is not None:
+            kept.append((batch, microbatches))
+        return routed(microbatches, batch.routes_P, self.device)
+
+    def _pack(self, batch: Batch, chosen: Sequence[int], most: int | None) -> Sequence[Microbatch]:
+        """Return the microbatches without recorded experts. Collective."""
         partition = [part[:most] for part in self.partition(batch, chosen)]
         mine, spec = partition[self.mesh.data_rank], self.spec
         tree = prefixes_of(batch, mine, spec, self._marks(batch))
         if self.mesh.layout.expert > 1:  # every layer has a collective over the ranks that share its experts
             most_here = all_reduce_max(torch.tensor([len(microbatch_runs(tree, spec))]), self.mesh.data_group)
             spec = replace(spec, in_step=int(most_here))
-        return pack(batch, mine, spec, self.device, tree)
+        return pack(replace(batch, routes_P=None), mine, spec, self.device, tree)
 
     def _marks(self, batch: Batch) -> Tensor | None:
         """Return the marks of the recorded experts of all layers, equal on every pipeline stage, or None if

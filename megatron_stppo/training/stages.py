@@ -50,6 +50,7 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
     are left to `update` if config.old_logprob_source is "update".
     """
     reference, given = learner.reference, (learner.packer, _minibatches(learner, batch, iteration, epoch=0))
+    learner.packer.keep(given[1])  # until the first epoch of `update` ends
     scored = _OLD_LOGPROBS[learner.config.old_logprob_source](learner, batch, iteration)
     if reference is not None:
         reference_T = logprobs(reference, learner.head(reference), batch, *given)
@@ -144,7 +145,8 @@ def update(
     ratios, steps, distinct = Ratios(batch, a), list[dict[str, float]](), list[tuple[float, float]]()
     count = config.update.epochs * config.update.minibatches
     for epoch in range(config.update.epochs):
-        for chosen in _minibatches(learner, batch, iteration, epoch):
+        packer.keep(together := _minibatches(learner, batch, iteration, epoch))
+        for chosen in together:
             loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head, own)
             step = actor_step(actor, loss, chosen, packer, hold, len(steps), count)
             if batch.old_logprob_T is None:
@@ -160,6 +162,7 @@ def update(
                 if critic
             ]
             steps.append(step.metrics | mean_of(of_critic))
+    packer.keep(())
     if a.correction_probe and learner.mesh.rank == 0:
         rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
     # not 0 only if scoring and update compute different log-probs, or with algorithm.old_policy=behaviour
@@ -200,6 +203,7 @@ def _minibatches(learner: Learner, batch: Batch, iteration: int, epoch: int) -> 
 
 def _skipped(learner: Learner, *roles: str) -> dict[str, float]:
     """Count a skipped step of these models. Return the metrics of an update without steps."""
+    learner.packer.keep(())
     for role in roles:
         learner.trainers[role].skipped += 1
     return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)

@@ -202,4 +202,4 @@ def test_tokens_that_a_rank_does_not_hold_are_refused() -> None:
     part = holding(to_batch(every), [2], token_ids(every[2:3]))
     assert len(pack(part, [2], PackingSpec(100))) == 1
     with pytest.raises(AssertionError, match="on other ranks"):
-        pack(part, [2, 3], PackingSpec(100))
+        list(pack(part, [2, 3], PackingSpec(100)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.base.types import Task, Trajectory, Turn
-from megatron_stppo.data import context
+from megatron_stppo.data import context, packing
 from megatron_stppo.data.packing import (
     PackingSpec,
     holding,
@@ -124,6 +125,21 @@ def test_equal_microbatches_are_as_long_as_the_longest() -> None:
     for equal, tokens in ((False, [6, 2]), (True, [6, 6])):
         spec = PackingSpec(2, context_size=2, equal=equal)
         assert [m.tokens for m in pack(batch, [0, 1], spec)] == tokens
+
+
+def test_a_microbatch_is_made_when_it_is_read_and_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, make = [], packing._pack_one
+    monkeypatch.setattr(packing, "_pack_one", lambda *given: made.append(given[1]) or make(*given))
+    batch = to_batch([trajectory(1, [(2, 0)]) for _ in range(3)])
+    microbatches = pack(
+        replace(batch, routes_P=torch.zeros(9, 1, 1, dtype=torch.uint8)), [2, 0, 1], PackingSpec(3)
+    )
+    assert len(microbatches) == 3 and not made
+    first = next(iter(microbatches))
+    assert made == [[2]]
+    every = list(microbatches)
+    assert every[0] is first
+    assert made == [[2], [0], [1]]
 
 
 def test_dummy_tokens_are_a_sequence_of_their_own() -> None:

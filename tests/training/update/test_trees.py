@@ -54,3 +54,7 @@ def test_layouts_and_layers_that_cannot_share_prefixes_refuse_to() -> None:
 
 def test_ranks_that_share_experts_have_equally_many_micro_batches() -> None:
     assert run_ranks(trees.with_experts, 2) == [[11, 11, 11], [11, 1, 1]], "dummy tokens on the second"
+
+
+def test_microbatches_are_packed_once_for_all_models_while_what_decides_them_is_the_same() -> None:
+    run_ranks(trees.kept, 1)

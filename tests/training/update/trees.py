@@ -153,3 +153,36 @@ def with_experts() -> list[int]:
     mesh = groups.initialize(ParallelConfig(expert=2))
     packer = Packer(PackingSpec(11, share_prefixes=True), mesh, 8, "cpu")
     return [one.tokens for one in packer.pack(given, range(4))]
+
+
+def kept() -> None:
+    """Check which micro-batches a Packer makes again."""
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.data.packing import PackingSpec
+    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.parallel import groups
+    from tests.data.test_prefixes import played
+
+    given, mesh = played((1, 2, 3), (1, 2, 4), (1, 2, 5)), groups.initialize(ParallelConfig())
+    for by_route in (False, True):
+        packer = Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu", by_route)
+        assert packer.pack(given, [2, 0])[0] is not packer.pack(given, [2, 0])[0]
+        packer.keep([[2, 0], [1]])
+        (one,) = packer.pack(given, [2, 0])
+        scored = replace(given, old_logprob_T=torch.zeros(6))
+        assert packer.pack(scored, [2, 0])[0] is one
+        assert packer.pack(scored, [2, 0], 1)[0].tokens == 3
+        assert packer.pack(replace(given, action_index_T=given.action_index_T.clone()), [2, 0])[0] is not one
+        # the second token of the third trajectory has another expert
+        routes_P = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 0], dtype=torch.uint8)[:, None, None]
+        (routed,) = packer.pack(replace(given, routes_P=routes_P), [2, 0])
+        assert (routed.tokens_P is one.tokens_P) != by_route and len(routed.tokens_P) == 4 + by_route
+        assert routed.routes_P is not None and len(routed.routes_P) == len(routed.tokens_P)
+        assert one.routes_P is None is packer.pack(scored, [2, 0])[0].routes_P
+        packer.keep([[2, 0]])
+        assert packer.pack(given, [2, 0])[0] is one
+        packer.keep([[1]])
+        assert packer.pack(given, [2, 0])[0] is not one
