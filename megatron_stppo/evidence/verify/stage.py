@@ -1,0 +1,125 @@
+"""What the checks of `verify` share: the run's models and engine, and episodes that the engine has played."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.base.types import Batch, Task, Trajectory
+from megatron_stppo.config import AlgorithmConfig, Config
+from megatron_stppo.data.exchange import Played
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.model.learner import Learner
+from megatron_stppo.model.optimizer import Trainer, trained
+from megatron_stppo.model.pipeline import logprobs
+from megatron_stppo.parallel.collectives import gather_records
+from megatron_stppo.rollout.episodes.playable import playable
+from megatron_stppo.training.own import Own
+from megatron_stppo.training.rollouts import Rollouts, rollout_settings, seed_of
+from megatron_stppo.training.stages import distribute, score
+from megatron_stppo.training.update.actor_step import minibatch_weights
+from megatron_stppo.training.update.minibatches import minibatches
+
+TASKS, SAMPLES = 6, 4  # enough trajectories for limits.resemblance
+
+
+@dataclass
+class Stage:
+    """One rank's share of what is verified. All methods are collective."""
+
+    config: Config
+    rollouts: Rollouts
+    tasks: Sequence[Task]  # the first ones of data.train
+    own: Own
+    version: int = 0  # of the weights that the engine has
+
+    @classmethod
+    def of(cls, config: Config, rollouts: Rollouts) -> Stage:
+        """Publish the weights of model.path, as version 0."""
+        rollouts.publish(0)
+        return cls(config, rollouts, playable(config, "train", shown=False).tasks[:TASKS], Own.of(config))
+
+    def __post_init__(self) -> None:
+        self.played = self.play()  # with version 0
+        self.episodes = everywhere(self.played)
+        self.rollouts.load_for("score")
+        learner = self.learner
+        self.batch = score(learner, distribute(learner, self.played, 0), 0)
+
+    @property
+    def learner(self) -> Learner:
+        return self.rollouts.learner
+
+    @property
+    def actor(self) -> Trainer:
+        assert self.learner.actor is not None, "models are built for training"
+        return self.learner.actor
+
+    def play(self, seed: int = 0) -> Played:
+        """Play SAMPLES episodes of each task with the published version."""
+        settings = replace(rollout_settings(self.config), top_p=1.0)  # engine and trainer then agree
+        return self.rollouts.play(self.tasks, SAMPLES, settings, seed_of(self.config.run, seed))
+
+    def publish(self) -> None:
+        """Serve the policy's weights as the next version."""
+        self.version += 1
+        self.rollouts.publish(self.version)
+
+    def minibatches(self) -> list[list[int]]:
+        """Return the trajectories of each optimizer step of the first epoch; this rank has its tokens of them."""
+        run, count = self.config.run, self.config.update.minibatches
+        return minibatches(len(self.batch.live_N), count, run.seed, 0, 0, self.batch.first_N)
+
+    @property
+    def plain(self) -> AlgorithmConfig:
+        """The run's algorithm with its clipping and aggregation, and without terms that other models need."""
+        off = {"mismatch": "off", "kl_coefficient": 0.0, "entropy_coefficient": 0.0, "select": "all"}
+        return self.config.algorithm.model_copy(update=off | {"loss": None})
+
+    def weights_of(self, chosen: Sequence[int]) -> Tensor:
+        """Return the weights of the tokens of a step's loss, [T]."""
+        return minibatch_weights(self.batch, chosen, self.plain)
+
+    def random_T(self, seed: int) -> Tensor:
+        """Return a normal number for each action token, in place of advantages: [T]."""
+        return torch.randn(len(self.batch.version_T), generator=torch.Generator().manual_seed(seed))
+
+    def logprobs(self, episodes: Sequence[Trajectory]) -> Tensor:
+        """Return the trainer's log-probs of the action tokens, float32 [T]; every rank has all episodes."""
+        batch, policy = to_batch(episodes), self.learner.policy
+        every = [list(range(len(batch.live_N)))]
+        return logprobs(policy, self.learner.head(policy), batch, self.learner.packer, every)
+
+    def weights(self) -> list[Tensor]:
+        """Return a copy of the weights that are trained, on the host."""
+        return [w.detach().to("cpu", copy=True) for chunk in self.learner.policy for w in trained(chunk)]
+
+    @contextmanager
+    def with_weights(self, given: Sequence[Tensor]) -> Iterator[None]:
+        """Context in which the policy has weights that `weights` returned before."""
+        now = self.weights()
+        self._set(given)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    @torch.no_grad()
+    def _set(self, given: Sequence[Tensor]) -> None:
+        own = [w for chunk in self.learner.policy for w in trained(chunk)]
+        for weight, value in zip(own, given, strict=True):
+            weight.copy_(value)
+
+
+def everywhere(played: Played) -> list[Trajectory]:
+    """Return the trajectories of all ranks, on every rank. Collective."""
+    return [t for own in gather_records(played.own, Trajectory) for t in own]
+
+
+def whole(batch: Batch) -> list[int]:
+    """Return the numbers of all trajectories of the batch."""
+    return list(range(len(batch.live_N)))
