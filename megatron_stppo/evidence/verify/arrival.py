@@ -2,9 +2,9 @@
 
 Two steps with a learning rate far above any in use change the policy by much more than rounding does. After
 each, the engine generates with the new version, and the trainer scores the tokens: the limits of `audit` hold
-for every token, and the tokens must not resemble the version before. A colocated engine gets prompts of random
-tokens, of which no cache can hold a part. So a difference in the episodes alone, whose prompts it has seen,
-comes from its cache.
+for every token, and the tokens must not resemble the version before. A colocated engine gets prompts of
+random tokens, of which no cache can hold a part. So a difference in the episodes alone, whose prompts it has
+seen, comes from its cache.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def arrival(stage: Stage) -> Iterator[Finding]:
         CACHE,
         not stale,
         f"prompts seen before: {(stale or cached)[0]}",
-        "rollout.vllm.enable_prefix_caching=false avoids it; the engine must drop its blocks when its weights "
-        "change (Engine.refresh)",
+        "rollout.vllm.enable_prefix_caching=false avoids it: the engine must drop its blocks when its "
+        "weights change (Engine.refresh)",
     )
 
 
@@ -171,12 +171,10 @@ def random_prompts(engine: Engine, length: int, stage: Stage) -> list[Trajectory
     done: dict[str, Finished] = {}
     while engine.unfinished:
         done |= {one.request_id: one for one in engine.step()}
-    task = Task("verify", (), ("",), "train", 0)
-    own = [
-        Trajectory(task, tuple(prompt), (Turn(one.token_ids, one.logprobs, (), 0.0, one.versions),), "ok")
-        for prompt, one in zip(
-            ids, (done[f"verify-{stage.version}-{n}"] for n in range(PROMPTS)), strict=True
-        )
-    ]
+    task, own = Task("verify", (), ("",), "train", 0), []
+    for n, prompt in enumerate(ids):
+        one = done[f"verify-{stage.version}-{n}"]
+        turn = Turn(one.token_ids, one.logprobs, (), 0.0, one.versions)
+        own.append(Trajectory(task, tuple(prompt), (turn,), "ok"))
     first = dist.get_rank(engine.group) == 0  # the ranks of a replica generate the same tokens
     return [t for of_rank in gather_records(own if first else [], Trajectory) for t in of_rank]

@@ -1,7 +1,7 @@
 """The command `verify`: checks that exclude silently wrong training, on the run's own configuration.
 
-Every check prints its line when it is done. The order matters: the first checks leave the weights as they are,
-and the last ones change them.
+Every check prints its line when it is done. The order matters: the first checks leave the weights as they
+are, and the last ones change them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ SHIFT = 0.25  # nats
 def first_ratio(stage: Stage) -> Iterator[Finding]:
     """Score the episodes, and compute the steps of the first epoch without taking them. Collective.
 
-    With old log-probs that are lower by SHIFT, the estimate k3 of the KL divergence is exp(-SHIFT) - 1 + SHIFT.
+    With old log-probs that are lower by SHIFT, the estimate k3 of the KL divergence is exp(SHIFT) - 1 -
+    SHIFT.
     """
     config, actor = stage.config, stage.actor
     update = config.update.model_copy(update={"old_logprob": "score"})
@@ -50,7 +51,7 @@ def first_ratio(stage: Stage) -> Iterator[Finding]:
     chosen = stage.minibatches()[0]
     loss = ActorLoss(shifted, stage.weights_of(chosen), stage.plain, head)
     step = actor_step(actor, loss, chosen, stage.learner.packer, hold=True)
-    k3 = math.expm1(-SHIFT) + SHIFT
+    k3 = math.expm1(SHIFT) - SHIFT
     measured = step.metrics["actor/kl_to_old"]
     yield judged(
         LATER,

@@ -70,7 +70,7 @@ class Stage:
         self.rollouts.publish(self.version)
 
     def minibatches(self) -> list[list[int]]:
-        """Return the trajectories of each optimizer step of the first epoch; this rank has its tokens of them."""
+        """Return the trajectories of each optimizer step of the first epoch, as `batch` is distributed."""
         run, count = self.config.run, self.config.update.minibatches
         return minibatches(len(self.batch.live_N), count, run.seed, 0, 0, self.batch.first_N)
 
