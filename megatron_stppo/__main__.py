@@ -15,7 +15,7 @@ import typer
 from megatron_stppo import __version__
 from megatron_stppo.base.errors import Ending
 from megatron_stppo.cluster.exits import crash, end_within, has_process_groups, leave, report_to_torchrun, say
-from megatron_stppo.commands import check, convert, environments, plan, report, serve, train
+from megatron_stppo.commands import check, convert, environments, plan, report, serve, train, verify
 from megatron_stppo.commands.options import command_group, examples
 
 app = command_group(
@@ -27,7 +27,7 @@ app = command_group(
         "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
     ),
 )
-_FILES = (train, serve, environments, plan, report, check)
+_FILES = (train, serve, environments, plan, report, check, verify)
 for _file in _FILES:
     app.add_typer(_file.commands)
 app.add_typer(convert.imports)

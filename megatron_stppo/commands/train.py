@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,6 +24,7 @@ from megatron_stppo.observe.console import say
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
     from megatron_stppo.replicas.trainer.recorded import Recorded
+    from megatron_stppo.training.loop import Assemble
 
 commands = command_group()
 Records = Literal["rollouts", "batches", "journal"]
@@ -230,25 +231,30 @@ def start_training(settings: Config, resume: bool = False, recorded: Recorded | 
 
     # before the imports, which take long: without a handler SIGUSR1 would end the process
     notice = PreemptionNotice(settings.run.end_margin)
-    with importing():
-        process.prepare(engine=settings.serving.replicas is None)
-        process.check(settings)
-        from megatron_stppo.training import loop
-
-        assemble: loop.Assemble
-        if settings.serving.replicas is None:
-            from megatron_stppo.training.colocated import assemble as colocated
-
-            assemble = colocated
-        else:
-            from megatron_stppo.replicas.trainer.start import assemble as served
-
-            assemble = partial(served, recorded=recorded, notice=lambda: notice.reason)
+    assemble = import_assembly(settings, recorded=recorded, notice=lambda: notice.reason)
     from megatron_stppo.cluster.deadlines import Watchdog
+    from megatron_stppo.training import loop
 
     watchdog = Watchdog(settings.run.folder, settings.deadline_by_phase, process.rank(), process.world_size())
     with noting_the_end(settings), watchdog:
         loop.train(settings, resume, watchdog, notice, assemble)
+
+
+def import_assembly(settings: Config, **served: Any) -> Assemble:
+    """Import what training needs, and return what builds the models and plays the episodes.
+
+    served: arguments of replicas.trainer.start.assemble.
+    """
+    with importing():
+        process.prepare(engine=settings.serving.replicas is None)
+        process.check(settings)
+        if settings.serving.replicas is None:
+            from megatron_stppo.training.colocated import assemble as colocated
+
+            return colocated
+        from megatron_stppo.replicas.trainer.start import assemble
+
+        return partial(assemble, **served)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from megatron_stppo.weights.sharding.hf_names import read_shape
 DATA = {
     "train": ("train",),
     "rollout": ("train",),
+    "verify": ("train",),
     "replay": (),
     "evaluate": ("evaluate",),
     "cold-start": ("demonstrations",),
@@ -32,7 +33,7 @@ DATA = {
     "check-layouts": (),
     "plan": (),
 }
-ROLLS_OUT = ("train", "rollout", "evaluate")
+ROLLS_OUT = ("train", "rollout", "evaluate", "verify")
 WRITES_RUN = (*ROLLS_OUT, "replay")
 
 
@@ -53,12 +54,12 @@ def check(config: Config, world_size: int, command: str) -> None:
         check_context(config)
     if command in (*ROLLS_OUT, "cold-start"):
         model_folder.check_chat_template(config)
-    if command in ("train", "rollout", "plan"):
+    if command in ("train", "rollout", "verify", "plan"):
         _overlong(config)
         _resample(config)
-    if command in ("train", "plan"):
+    if command in ("train", "verify", "plan"):
         _batches(config, layout)
-    if command in ("train", "replay", "plan"):
+    if command in ("train", "replay", "verify", "plan"):
         model_folder.check_reference(config, layout, tokenizers=command != "plan")
     if command == "train":
         check_reporters(config)
@@ -266,7 +267,7 @@ def _check_critic(config: Config, command: str) -> None:
                 f"{neutral}, or choose a preset with a critic such as algorithm.preset=st_ppo"
             )
     path = config.model.critic_path
-    if path is not None and advantage != "gae" and command in ("train", "replay", "plan"):
+    if path is not None and advantage != "gae" and command in ("train", "replay", "verify", "plan"):
         raise ConfigError(
             f"model.critic_path={path} with algorithm.advantage={advantage}: there is no critic; leave it "
             "out, or choose a preset with a critic such as algorithm.preset=st_ppo"

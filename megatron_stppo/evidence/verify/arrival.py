@@ -25,14 +25,13 @@ from megatron_stppo.evidence.verify.finding import Finding, judged
 from megatron_stppo.evidence.verify.stage import Stage, everywhere, whole
 from megatron_stppo.model.pipeline import forward_backward
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.rollout.vllm.engine import Engine
 from megatron_stppo.rollout.vllm.generation import Finished
 from megatron_stppo.training.colocated import Worker
 from megatron_stppo.training.update.actor_step import ActorLoss
 from megatron_stppo.weights.reshard.verify import ReshardError
 
 WEIGHTS, CACHE = "weights arrive", "the prefix cache is fresh"
-PROMPTS, PROMPT, ANSWER = 24, 48, 8  # prompts of random tokens, their length, and that of their answers
+PROMPTS, PROMPT, ANSWER = 24, 300, 8  # prompts of random tokens, their length, and that of their answers
 RATE, FASTER, STEPS = 1e-3, 4.0, 6  # learning rate of the step; its factor if it moves too little; attempts
 MOVED = 20.0  # how far a step must move the log-probs, in limits of the mean difference
 
@@ -57,39 +56,51 @@ class Agreement:
 
 def arrival(stage: Stage) -> Iterator[Finding]:
     """Train two large steps, and compare the engine with the trainer after each. Collective."""
-    least = min(prompt_length(stage), PROMPT)
-    said, cached, fails = [], [], ""
+    said, stale, seen = list[str](), list[str](), _seen(stage)
+    wrong = kept = ""
     for _ in range(2):
         before = stage.weights()
         moved = large_step(stage)
         try:
             stage.publish()
         except ReshardError as error:
-            yield Finding(WEIGHTS, "fails", str(error), REMEDY[bool(stage.config.model.lora.rank)])
-            yield Finding(CACHE, "skipped", "the weights do not arrive")
-            return
-        worker = stage.rollouts
-        fresh = random_prompts(worker.engine, least, stage) if isinstance(worker, Worker) else None
-        again = everywhere(stage.play())  # the prompts of version 0
+            wrong = f"version {stage.version}: {error}"
+            break
+        fresh = _random_prompts(stage, seed=stage.version) or everywhere(stage.play())
+        again = [*_random_prompts(stage, seed=0), *everywhere(stage.play())]
         stage.rollouts.load_for("score")
-        found = agreement(stage, fresh or again, before)
+        found = agreement(stage, fresh, before)
         said.append(f"version {stage.version}: {found}, moved by {moved:.2g}")
         if not found.holds(stage.version):
-            fails = _reason(found, stage.version)
+            wrong = f"{said[-1]}; {_reason(found, stage.version)}"
             break
-        cached.append(agreement(stage, again, before))
-    yield judged(WEIGHTS, not fails, "; ".join(said) + fails, REMEDY[bool(stage.config.model.lora.rank)])
-    if fails:
-        yield Finding(CACHE, "skipped", "the weights do not arrive")
+        cached = agreement(stage, again, before)
+        stale.append(f"version {stage.version}: {cached}")
+        if not cached.holds(stage.version):
+            kept = stale[-1]
+            break
+    yield judged(WEIGHTS, not wrong, wrong or "; ".join(said), REMEDY[bool(stage.config.model.lora.rank)])
+    if wrong or not seen:
+        yield Finding(
+            CACHE, "skipped", "the weights do not arrive" if wrong else "no prompt fills a block of it"
+        )
         return
-    stale = [one for one in cached if not one.mean <= one.most or one.beyond]
     yield judged(
         CACHE,
-        not stale,
-        f"prompts seen before: {(stale or cached)[0]}",
+        not kept,
+        f"prompts seen before, {kept or '; '.join(stale)}",
         "rollout.vllm.enable_prefix_caching=false avoids it: the engine must drop its blocks when its "
         "weights change (Engine.refresh)",
     )
+
+
+def _seen(stage: Stage) -> bool:
+    """Let the engine generate with the present weights. Return whether its prefix cache can then hold any
+    prompt."""
+    stage.publish()  # wakes a colocated engine
+    _random_prompts(stage, seed=0)
+    worker = stage.rollouts
+    return not isinstance(worker, Worker) or _length(stage) > worker.engine.block_size
 
 
 REMEDY = {
@@ -100,10 +111,10 @@ REMEDY = {
 
 def _reason(found: Agreement, version: int) -> str:
     if found.versions != {version}:
-        return f"; its tokens name the versions {sorted(found.versions)}"
+        return f"its tokens name the versions {sorted(found.versions)}"
     if found.older > limits.RESEMBLES:
-        return f"; at least {found.older:.0%} of the difference is that to the version before"
-    return f"; {found.beyond} tokens are above their own limits" if found.beyond else ""
+        return f"at least {found.older:.0%} of the difference is that to the version before"
+    return f"{found.beyond} tokens are above their own limits" if found.beyond else "their weights differ"
 
 
 def agreement(stage: Stage, episodes: Sequence[Trajectory], before: Sequence[Tensor]) -> Agreement:
@@ -157,23 +168,30 @@ def large_step(stage: Stage) -> float:
     return moved
 
 
-def prompt_length(stage: Stage) -> int:
-    """Return the largest number of tokens of a prompt that can be answered."""
-    return max(1, stage.config.max_context - ANSWER)
+def _length(stage: Stage) -> int:
+    """Return the number of tokens of a random prompt."""
+    return max(1, min(PROMPT, stage.config.max_context - ANSWER))
 
 
-def random_prompts(engine: Engine, length: int, stage: Stage) -> list[Trajectory]:
-    """Let the engine continue random tokens. Return all ranks' trajectories. Collective."""
-    generator = torch.Generator().manual_seed(1000 * stage.version + engine.replica)
-    ids = torch.randint(0, stage.learner.shape.vocab, (PROMPTS, length), generator=generator).tolist()
-    for n, prompt in enumerate(ids):
-        engine.add(f"verify-{stage.version}-{n}", prompt, seed=n, max_tokens=ANSWER)
+def _random_prompts(stage: Stage, seed: int) -> list[Trajectory]:
+    """Let a colocated engine continue random tokens. Return all ranks' trajectories; none for replicas,
+    which generate within episodes only. Collective."""
+    if not isinstance(stage.rollouts, Worker):
+        return []
+    engine, ids = stage.rollouts.engine, f"verify-{stage.version}-{seed}-{{}}"
+    generator = torch.Generator().manual_seed(1000 * seed + engine.replica)
+    shape = (PROMPTS, _length(stage))
+    prompts = torch.randint(0, stage.learner.shape.vocab, shape, generator=generator).tolist()
+    for n, prompt in enumerate(prompts):
+        engine.add(
+            ids.format(n), prompt, seed=n, max_tokens=ANSWER, temperature=stage.config.rollout.temperature
+        )
     done: dict[str, Finished] = {}
     while engine.unfinished:
         done |= {one.request_id: one for one in engine.step()}
     task, own = Task("verify", (), ("",), "train", 0), []
-    for n, prompt in enumerate(ids):
-        one = done[f"verify-{stage.version}-{n}"]
+    for n, prompt in enumerate(prompts):
+        one = done[ids.format(n)]
         turn = Turn(one.token_ids, one.logprobs, (), 0.0, one.versions)
         own.append(Trajectory(task, tuple(prompt), (turn,), "ok"))
     first = dist.get_rank(engine.group) == 0  # the ranks of a replica generate the same tokens

@@ -307,6 +307,11 @@ class Engine:
         return len(self._requests)
 
     @property
+    def block_size(self) -> int:
+        """The number of tokens of a block of the key-value cache; the prefix cache holds whole blocks."""
+        return int(self._llm.vllm_config.cache_config.block_size)
+
+    @property
     def computed_tokens(self) -> int:
         """The number of tokens of running requests whose keys and values have been computed.
 
