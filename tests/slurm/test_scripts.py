@@ -19,7 +19,8 @@ from tests.plan.test_plans import EXAMPLES, PLANNED
 from tests.slurm import cluster
 
 CHECK = cluster.SCRIPTS / "preflight.sbatch"
-BATCH = sorted(set(cluster.SCRIPTS.glob("*.sbatch")) - {CHECK})
+VERIFY = cluster.SCRIPTS / "verify.sbatch"
+BATCH = sorted(set(cluster.SCRIPTS.glob("*.sbatch")) - {CHECK, VERIFY})
 SHARED = tuple(cluster.SCRIPTS / f"{name}.sh" for name in ("attempt", "settings", "replicas"))
 # {name of the run: GPUs of its plan}
 GPUS = {load(EXAMPLES / folder / config).run.name: gpus for folder, config, _, gpus in PLANNED}
@@ -266,7 +267,23 @@ def test_the_check_of_the_nodes_runs_on_two_ranks_and_the_job_ends_with_its_code
     assert codes == {"enough": 0, "too-small": 2}
 
 
-def test_the_check_of_the_nodes_requests_the_resources_of_a_run() -> None:
+def test_verify_runs_on_every_rank_and_the_job_ends_with_its_code(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\necho "$@"\nexit 1\n')
+    program.chmod(0o755)
+    variables = {"ROOT": str(tmp_path), "PYTHON": str(program)}
+    options, given = ("--nodes=1", "--ntasks-per-node=2"), ["config.yaml", "model.lora.rank=8"]
+    with cluster.submit(tmp_path / "slurm", VERIFY, *options, arguments=given, **variables) as job:
+        assert job.process.wait(60) == 1
+    written = f"run.root={tmp_path} --json {tmp_path}/verify/4711/verify.json"
+    for rank in range(2):
+        said = (tmp_path / f"verify/4711/rank-{rank}.log").read_text().strip()
+        assert said == f"-m megatron_stppo verify config.yaml model.lora.rank=8 {written}"
+    assert said in (job.folder / "job.out").read_text(), "the table is in the job's output"
+
+
+@pytest.mark.parametrize("script", [CHECK, VERIFY], ids=lambda path: path.stem)
+def test_a_check_requests_the_resources_of_a_run(script: Path) -> None:
     wanted = ("ntasks-per-node=8", "gpus-per-node=8", "exclusive", "mem=0")
-    lines = CHECK.read_text().splitlines()
+    lines = script.read_text().splitlines()
     assert {f"#SBATCH --{option}" for option in wanted} <= set(lines) & set(BATCH[0].read_text().splitlines())

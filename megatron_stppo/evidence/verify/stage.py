@@ -38,13 +38,14 @@ class Stage:
     version: int = 0  # of the weights that the engine has
 
     @classmethod
-    def of(cls, config: Config, rollouts: Rollouts) -> Stage:
-        """Publish the weights of model.path, as version 0."""
-        rollouts.publish(0)
-        return cls(config, rollouts, playable(config, "train", shown=False).tasks[:TASKS], Own.of(config))
+    def of(cls, config: Config, rollouts: Rollouts, version: int = 0) -> Stage:
+        """Publish the present weights as this version, and let the engine play with them."""
+        rollouts.publish(version)
+        tasks = playable(config, "train", shown=False).tasks[:TASKS]
+        return cls(config, rollouts, tasks, Own.of(config), version)
 
     def __post_init__(self) -> None:
-        self.played = self.play()  # with version 0
+        self.played = self.play()
         self.episodes = everywhere(self.played)
         self.rollouts.load_for("score")
         learner = self.learner
@@ -102,14 +103,15 @@ class Stage:
     def with_weights(self, given: Sequence[Tensor]) -> Iterator[None]:
         """Context in which the policy has weights that `weights` returned before."""
         now = self.weights()
-        self._set(given)
+        self.set_weights(given)
         try:
             yield
         finally:
-            self._set(now)
+            self.set_weights(now)
 
     @torch.no_grad()
-    def _set(self, given: Sequence[Tensor]) -> None:
+    def set_weights(self, given: Sequence[Tensor]) -> None:
+        """Give the policy weights that `weights` returned before."""
         own = [w for chunk in self.learner.policy for w in trained(chunk)]
         for weight, value in zip(own, given, strict=True):
             weight.copy_(value)
