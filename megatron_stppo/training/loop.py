@@ -133,7 +133,7 @@ class _Training:
         learner = rollouts.learner
         saver = saving.Saver(run.folder / "checkpoints", config, learner.mesh.layout)
         guard = UpdateGuard(config, learner.mesh, learner.trainers, saver)
-        first = _restore(rollouts, saver, guard) if resume else 0
+        first = restore(rollouts, saver, guard) if resume else 0
         console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
         process.log_to(run.folder, rank)
         attempt = attempts.record(config, rank, first)
@@ -168,9 +168,7 @@ class _Training:
             self.rollouts.publish(version=done)
 
     def _save(self, done: int) -> None:
-        rollouts = self.rollouts
-        state = {"iteration": done} | rollouts.learner.beginning | rollouts.state() | self.guard.state()
-        self.saver.save(done, rollouts.learner.trainers, state, rollouts.episodes())
+        save(self.rollouts, self.saver, self.guard, done)
 
     def finish(self) -> None:
         """Wait for the last checkpoint and close everything. Collective."""
@@ -211,7 +209,13 @@ class _Training:
             raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {reason}") from None
 
 
-def _restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> int:
+def save(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard, done: int) -> None:
+    """Start to write the checkpoint of iteration `done`. Collective."""
+    state = {"iteration": done} | rollouts.learner.beginning | rollouts.state() | guard.state()
+    saver.save(done, rollouts.learner.trainers, state, rollouts.episodes())
+
+
+def restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> int:
     """Load the newest checkpoint and return its iteration; return 0 if there is none."""
     state = saver.load(rollouts.learner.trainers)
     if state is None:

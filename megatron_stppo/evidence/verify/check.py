@@ -15,13 +15,17 @@ from pathlib import Path
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.verify.arrival import arrival
+from megatron_stppo.evidence.verify.fair import fair
 from megatron_stppo.evidence.verify.finding import Finding
 from megatron_stppo.evidence.verify.ratio import first_ratio
+from megatron_stppo.evidence.verify.resume import resume
+from megatron_stppo.evidence.verify.rewards import landing
 from megatron_stppo.evidence.verify.stage import Stage
+from megatron_stppo.evidence.verify.tokens import exact
 from megatron_stppo.training.loop import Assemble
 
 Check = Callable[[Stage], Iterator[Finding]]  # collective; equal findings on every rank
-CHECKS: tuple[Check, ...] = (first_ratio, arrival)
+CHECKS: tuple[Check, ...] = (first_ratio, landing, exact, fair, resume, arrival)
 
 
 def verify(config: Config, assemble: Assemble, output: Path | None = None) -> bool:

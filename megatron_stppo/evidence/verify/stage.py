@@ -13,10 +13,12 @@ from megatron_stppo.base.types import Batch, Task, Trajectory
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import to_batch
+from megatron_stppo.evidence.verify.recorder import Said, recording
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer, trained
 from megatron_stppo.model.pipeline import logprobs
 from megatron_stppo.parallel.collectives import gather_records
+from megatron_stppo.rollout.episodes.play import request_seed
 from megatron_stppo.rollout.episodes.playable import playable
 from megatron_stppo.training.own import Own
 from megatron_stppo.training.rollouts import Rollouts, rollout_settings, seed_of
@@ -45,7 +47,9 @@ class Stage:
         return cls(config, rollouts, tasks, Own.of(config), version)
 
     def __post_init__(self) -> None:
-        self.played = self.play()
+        with recording(self.rollouts) as records:
+            self.played = self.play()  # the rewards are those of the recorder
+        self._records = records
         self.episodes = everywhere(self.played)
         self.rollouts.load_for("score")
         learner = self.learner
@@ -64,6 +68,10 @@ class Stage:
         """Play SAMPLES episodes of each task with the published version."""
         settings = replace(rollout_settings(self.config), top_p=1.0)  # engine and trainer then agree
         return self.rollouts.play(self.tasks, SAMPLES, settings, seed_of(self.config.run, seed))
+
+    def record(self, number: int) -> Said | None:
+        """Return what the environment of an episode has said; None if it is not recorded."""
+        return self._records.get(request_seed(seed_of(self.config.run, 0), number, 0))
 
     def publish(self) -> None:
         """Serve the policy's weights as the next version."""

@@ -7,6 +7,7 @@ The episodes run as in a rollout (environment_host.py): environments/contract.py
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments import choose, contract
-from megatron_stppo.environments.base import Environment
+from megatron_stppo.environments.base import Environment, StepResult
 from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.failures import FailureLines
 from megatron_stppo.rollout.vllm.generation import RolloutError
@@ -36,6 +37,7 @@ class Found:
     episodes: int = 0
     turns: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    rewards: list[float] = field(default_factory=list)  # of the function `rewards`; NaN: a call failed
 
     def add(self, problem: str) -> None:
         line = " ".join(problem.split())
@@ -50,6 +52,24 @@ def check(section: EnvironmentConfig, tasks: Sequence[Task] = (), actions: Seque
     given tasks in turn (default: one fixed task). A call that blocks for longer than a rollout waits, and
     tools that do not answer, end the test.
     """
+    return _found(section, lambda player: _compare(player, tasks or (TASK,), actions))
+
+
+def rewards(section: EnvironmentConfig, episodes: Sequence[tuple[Task, str]]) -> Found:
+    """Play one episode for each task and action, as `check` does, and return what was found, with rewards."""
+
+    def play(player: _Player) -> None:
+        for task, action in episodes:
+            played = player.play(task, action)
+            results = [one for one in played or () if isinstance(one, StepResult)]
+            reward = math.fsum(one.reward for one in results)
+            player.found.rewards.append(reward if played is not None else math.nan)
+
+    return _found(section, play)
+
+
+def _found(section: EnvironmentConfig, play: Callable[[_Player], None]) -> Found:
+    """Return what a function finds that plays episodes."""
     found = Found()
     try:
         choose.check(section)
@@ -59,7 +79,7 @@ def check(section: EnvironmentConfig, tasks: Sequence[Task] = (), actions: Seque
         return found
     with EnvironmentHost(player.make, concurrency=2, deadline=section.deadline, lines=player) as player.host:
         try:
-            _compare(player, tasks or (TASK,), actions)
+            play(player)
         except (RolloutError, ToolsStayAway) as error:
             found.add(f"{player.where}: {error}")
     return found

@@ -1,0 +1,194 @@
+"""Checks that the trainer reads the tokens that the engine wrote, and the engine those that the model knows.
+
+The first check compares the log-probs of the engine with the trainer's for the same ids. Tokens that both of
+them read wrongly are equal there. So the second one compares prompts and observations with the chat template
+of the model, rendered as a whole conversation and encoded at once. The tokens of the policy are not compared
+with it: the policy may write a text with other tokens than the tokenizer does.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_stppo.base.types import FAILED, Message, Turn
+from megatron_stppo.environments import choose
+from megatron_stppo.environments.base import StepResult
+from megatron_stppo.evidence.verify.arrival import agreement
+from megatron_stppo.evidence.verify.finding import Finding, judged
+from megatron_stppo.evidence.verify.stage import Stage
+from megatron_stppo.rollout.episodes.episode import Episode, Limits
+from megatron_stppo.rollout.vllm.generation import Finished, Reason
+from megatron_stppo.training.colocated import Worker
+
+TOKENS, TEMPLATE = "tokens are exact", "turns follow the chat template"
+PLACE = "verifyplace"  # stands for an answer of the policy
+TEXT = "\n\nIt is 21 km.\n  Go on: "
+ANSWER = 6  # tokens of a scripted answer
+FAR = 10**7  # a limit that nothing reaches
+Conversation = list[dict[str, Any]]
+
+
+def exact(stage: Stage) -> Iterator[Finding]:
+    """Compare the tokens of the episodes, and of scripted ones. Collective."""
+    stage.rollouts.load_for("score")
+    found = agreement(stage, stage.episodes, ())
+    yield judged(
+        TOKENS,
+        found.holds(0),
+        f"{found}; {found.beyond} tokens are above their own limits",
+        "rollout.temperature, rollout.vllm: engine and trainer read other tokens, or compute other "
+        "distributions of them",
+    )
+    if stage.config.environment.kind == choose.AGENT:
+        yield Finding(TEMPLATE, "skipped", "an agent sends conversations of its own")
+        return
+    reader = _Reader(stage)
+    wrong = [*reader.scripted(), *reader.episodes()]
+    yield judged(
+        TEMPLATE,
+        not wrong,
+        wrong[0] if wrong else f"{reader.prompts} prompts, {reader.observations} observations",
+        "environment.after_end, model.path: report this line; the policy reads other tokens than the "
+        "template of the model has",
+    )
+
+
+class _Reader:
+    """Compares what the policy reads with the chat template."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.prompts = self.observations = 0  # compared
+        self._stage, self._limits = stage, Limits.of(stage.config)
+        self._tokenizer: Any = stage.rollouts.tokenizer
+        worker = stage.rollouts
+        self._ends = worker.engine.end_ids if isinstance(worker, Worker) else [self._tokenizer.eos_token_id]
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special = {number: str(token) for number, token in added if token.special}
+
+    def episodes(self) -> Iterator[str]:
+        """Yield what is wrong in the episodes that the engine has played."""
+        for number, trajectory in enumerate(self._stage.episodes):
+            record = self._stage.record(number)
+            if trajectory.outcome in FAILED or trajectory.overlong_prompt:
+                continue
+            messages = record.messages if record is not None else trajectory.task.prompt
+            conversation, context = [one.as_dict() for one in messages], list(trajectory.prompt_ids)
+            if not any(self._has_special(one.content) for one in messages):
+                yield from self._prompt(f"episode {number}", conversation, context)
+            for place, turn in enumerate(trajectory.turns):
+                where = f"episode {number}, observation {place + 1}"
+                context += turn.token_ids
+                cut = len(turn.observation_ids) >= self._limits.max_observation_tokens
+                if record is not None and turn.observation_ids and not cut:
+                    text = record.observations[place]
+                    yield from self._observation(where, conversation, context, turn, text)
+                context += turn.observation_ids
+
+    def scripted(self) -> Iterator[str]:
+        """Yield what is wrong in episodes of two turns, with answers and observations of this file.
+
+        Some of the texts contain control tokens, which must be read as text.
+        """
+        special = TEXT + "".join(self._special.values()) + "."
+        for text in (TEXT, special):
+            for reason in ("end", "stop"):
+                yield from self._script(text, reason)
+
+    def _script(self, text: str, reason: Reason) -> Iterator[str]:
+        task, draw = self._stage.tasks[0], random.Random(text + reason)
+        limits = Limits(FAR, FAR, FAR, FAR, self._limits.new_message)
+        episode = Episode(task, 0, limits, self._tokenizer, self._ends)
+        messages = (Message("user", text),)
+        episode.start(messages, ())
+        conversation, context = [one.as_dict() for one in messages], list(episode.context)
+        if text == TEXT:
+            yield from self._prompt("a prompt of one message", conversation, context)
+        else:
+            yield from self._plain("a prompt of one message", context, conversation, text)
+        known = sorted(set(self._tokenizer.get_vocab().values()) - set(self._special) - set(self._ends))
+        for number in (1, 2):
+            where = f"a scripted observation {number} after a turn that ends by {reason}"
+            ids = tuple(draw.choices(known, k=ANSWER))
+            ids += (self._tokenizer.eos_token_id,) if reason == "end" else ()
+            logprobs = tuple(-draw.random() for _ in ids)
+            episode.add_turn(Finished("0", ids, logprobs, reason, ((0, len(ids)),)))
+            episode.answer(StepResult(text, 0.0, False, True))
+            if episode.outcome is not None:
+                yield f"{where}: {episode.detail}"
+                return
+            turn = episode.histories[0].turns[-1]
+            if (turn.token_ids, turn.rollout_logprob) != (ids, logprobs):
+                yield f"{where}: the turn has other tokens or log-probs than the engine returned"
+            context += ids
+            yield from self._observation(where, conversation, context, turn, text)
+            context += turn.observation_ids
+
+    def _prompt(self, where: str, conversation: Conversation, ids: Sequence[int]) -> Iterator[str]:
+        needed = self._tokenizer.apply_chat_template(
+            conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        self.prompts += 1
+        yield from self._compared(where, ids, needed)
+
+    def _observation(
+        self, where: str, conversation: Conversation, context: Sequence[int], turn: Turn, text: str
+    ) -> Iterator[str]:
+        """Yield what is wrong in the observation after a turn. context: the tokens up to the turn's end.
+
+        The conversation is continued, if the observation is a message.
+        """
+        self.observations += 1
+        ids = turn.observation_ids
+        if not self._limits.new_message or turn.token_ids[-1] not in self._ends:
+            read = self._tokenizer.decode(
+                [*context, *ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+            if not read.endswith(text):
+                yield f"{where}: is read as {read[-len(text) :][:60]!r}, and its text is {text[:60]!r}"
+            if control := [self._special[i] for i in ids if i in self._special]:
+                yield f"{where}: has the control token {control[0]} of its text"
+            return
+        conversation += [{"role": "assistant", "content": PLACE}, {"role": "user", "content": text}]
+        if self._has_special(text):
+            yield from self._plain(where, ids, conversation, text, turn.token_ids[-1])
+        else:
+            yield from self._compared(where, ids, self._after(conversation, turn.token_ids[-1]))
+
+    def _plain(
+        self, where: str, ids: Sequence[int], conversation: Conversation, text: str, last: int | None = None
+    ) -> Iterator[str]:
+        """Yield a line if the tokens have more control tokens than with another text, or another text."""
+        tame = [*conversation[:-1], conversation[-1] | {"content": TEXT}]
+        needed = sum(i in self._special for i in self._after(tame, last))
+        found = sum(i in self._special for i in ids)
+        if found != needed:
+            yield f"{where}: has {found} control tokens, not {needed}: text became control tokens"
+        if text.strip() not in self._tokenizer.decode(list(ids), skip_special_tokens=False):
+            yield f"{where}: its text is not in its tokens"
+
+    def _after(self, conversation: Conversation, last: int | None) -> list[int]:
+        """Return the ids of the template's text after the policy's last answer; `last` is its last token.
+
+        None: the ids of the whole text.
+        """
+        text = self._tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        start = text.rfind(PLACE) + len(PLACE) if last is not None else 0
+        pairs = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        ids = [number for number, (begin, _) in pairs if begin >= start]
+        return ids[1:] if ids[:1] == [last] else ids
+
+    def _has_special(self, text: str) -> bool:
+        return any(token in text for token in self._special.values())
+
+    def _compared(self, where: str, found: Sequence[int], needed: Sequence[int]) -> Iterator[str]:
+        """Yield a line with the first difference, if there is one."""
+        if list(found) == list(needed):
+            return
+        pairs = enumerate(zip(found, needed, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), min(len(found), len(needed)))
+        shown = [self._tokenizer.convert_ids_to_tokens(list(ids[at : at + 3])) for ids in (found, needed)]
+        sizes = f"{len(found)} tokens, {len(needed)} in the template"
+        yield f"{where}: {sizes}; token {at}: {shown[0]}, not {shown[1]}"
