@@ -159,6 +159,16 @@ def forward_backward(
     return _run(model, microbatches, loss, forward_only=False)
 
 
+def evaluate(
+    model: Model,
+    microbatches: Sequence[Microbatch],
+    loss: Callable[[Tensor, Microbatch], tuple[Tensor, Record]],
+) -> list[Record]:
+    """Return the records of `forward_backward`, without the gradient."""
+    with torch.no_grad():
+        return _run(model, microbatches, loss, forward_only=True)
+
+
 def total(records: Sequence[Tensor], size: int, mesh: MeshRank) -> Tensor:
     """Return the sum of all ranks' records [size]: float64 on the host, equal on every rank. Collective."""
     out = torch.zeros(size, dtype=torch.float64)

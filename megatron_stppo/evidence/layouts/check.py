@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.evidence.layouts.cases import Case, cases
 from megatron_stppo.evidence.layouts.measure import NUMBERS, Measured, measure, random_batch
 from megatron_stppo.parallel.collectives import broadcast_record
-from megatron_stppo.weights.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,12 @@ def check_layouts(config: Config, output: Path | None = None) -> int:
 def compare(config: Config, output: Path | None = None) -> int:
     """Do the work of check_layouts in a default process group that already exists."""
     shape, world, rank = read_shape(config.model.path), dist.get_world_size(), dist.get_rank()
-    batch = random_batch(shape.vocab, 2 * max(4, world), config.run.seed)
-    longest = int(batch.sequence_offsets.diff().max())
-    budgets = [longest, 1, batch.tokens]  # a few trajectories per micro-batch, one, all
-    found = cases(shape, world, config.parallel, budgets)
     tolerance = TOLERANCES[process.dtype(config)]
-    first: Measured | None = None
     rows: list[dict[str, Any]] = []
-    for case in found:
-        measured = measure(case, config, shape, batch, None if first is None else first.logprob_T)
-        first = first or measured
-        rows.append(compare_case(case, world, measured, first, tolerance))
+    for row in compared(config, shape, partial(cases, shape, world, config.parallel)):
+        rows.append(row)
         if rank == 0:
-            print(_line(rows[-1]), flush=True)
+            print(_line(row), flush=True)
     broken = broadcast_record(sum(bool(row["broken"]) for row in rows), int, source=0)
     if rank == 0:
         print(
@@ -74,6 +69,23 @@ def compare(config: Config, output: Path | None = None) -> int:
             about = {"dtype": str(process.dtype(config)), "ranks": world, "tolerance": vars(tolerance)}
             output.write_text(json.dumps(about | {"cases": rows}, indent=1) + "\n")
     return broken
+
+
+def compared(
+    config: Config, shape: ModelShape, cases_of: Callable[[list[int]], list[Case]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the measurements of each case, as compare_case; the first rank has the weights. Collective.
+
+    cases_of: returns the cases for sizes of micro-batches: a few trajectories, one, and all.
+    """
+    world, tolerance = dist.get_world_size(), TOLERANCES[process.dtype(config)]
+    batch = random_batch(shape.vocab, 2 * max(4, world), config.run.seed)
+    longest = int(batch.sequence_offsets.diff().max())
+    first: Measured | None = None
+    for case in cases_of([longest, 1, batch.tokens]):
+        measured = measure(case, config, shape, batch, None if first is None else first.logprob_T)
+        first = first or measured
+        yield compare_case(case, world, measured, first, tolerance)
 
 
 def compare_case(

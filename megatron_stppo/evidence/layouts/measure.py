@@ -116,18 +116,13 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     }
     update = config.update.model_copy(update=sections)
     config = config.model_copy(update={"parallel": case.parallel, "update": update})
-    mesh, dtype = groups.replace(case.parallel, config.timeout), process.dtype(config)
-    actor = build.trainer("actor", shape, config, mesh, dtype)
-    trunk = actor.chunks if config.model.lora.rank else None
-    critic = build.trainer("critic", shape, config, mesh, dtype, trunk)
+    mesh = groups.replace(case.parallel, config.timeout)
+    actor = differentiable("actor", config, shape, mesh, process.dtype(config))
+    critic = differentiable("critic", config, shape, mesh, process.dtype(config), actor.chunks)
     trainers: dict[build.Role, Trainer] = {"actor": actor, "critic": critic}
-    for role, trainer in trainers.items():
-        set_b(trainer.chunks, role, shape, config, mesh)
+    for trainer in trainers.values():
         for group in trainer.optimizer.param_groups:
             group["eps"] = EPSILON
-    if mesh.is_last_stage:  # with the critic head's initial zeros the trunk would have no gradient
-        weight = critic.chunks[-1].output_layer.weight
-        weight.data.copy_(0.2 * torch.cos(torch.arange(shape.hidden, device=weight.device))[None])
     packer = Packer.of(config, shape, mesh)
     shares = packer.spec.share_prefixes and not case.apart
     packer = replace(packer, spec=replace(packer.spec, budget=case.budget, share_prefixes=shares))
@@ -146,6 +141,29 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     numbers |= critic_step(critic, given, chosen, a.value_clip, packer)
     after = _whole(trainers, shape, config, mesh)
     return Measured({name: numbers[name] for name in NUMBERS}, logprob_T, before, after)
+
+
+def differentiable(
+    role: build.Role,
+    config: Config,
+    shape: ModelShape,
+    mesh: MeshRank,
+    dtype: torch.dtype,
+    actor: Sequence[TokenModel] | None = None,
+) -> Trainer:
+    """Return an actor or critic in which the initial zeros of a new B or value head are replaced: every
+    trained tensor has a gradient. Collective.
+
+    actor: its chunks, with whose frozen weights a critic is built that has adapters.
+    """
+    shared = actor if config.model.lora.rank else None
+    trainer = build.trainer(role, shape, config, mesh, dtype, shared)
+    set_b(trainer.chunks, role, shape, config, mesh)
+    if role == "critic" and mesh.is_last_stage:
+        weight: Tensor = trainer.chunks[-1].output_layer.weight
+        weight.data.copy_(0.2 * torch.cos(torch.arange(shape.hidden, device=weight.device))[None])
+    trainer.optimizer.reload_model_params()  # the float32 copies of a bfloat16 model
+    return trainer
 
 
 def set_b(model: Sequence[TokenModel], role: str, shape: ModelShape, config: Config, mesh: MeshRank) -> None:

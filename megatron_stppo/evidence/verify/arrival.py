@@ -21,7 +21,7 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.evidence.audit import limits
 from megatron_stppo.evidence.audit.scoring import Piece, score
-from megatron_stppo.evidence.verify.finding import Finding, judged
+from megatron_stppo.evidence.verify.checked import Checked, judged
 from megatron_stppo.evidence.verify.stage import Stage, everywhere, whole
 from megatron_stppo.model.pipeline import forward_backward
 from megatron_stppo.parallel.collectives import gather_records
@@ -54,7 +54,7 @@ class Agreement:
         return f"{self.mean:.1e} nats from the trainer ({self.most:.1e} allowed)"
 
 
-def arrival(stage: Stage) -> Iterator[Finding]:
+def arrival(stage: Stage) -> Iterator[Checked]:
     """Train two large steps, and compare the engine with the trainer after each. Collective."""
     said, stale, seen = list[str](), list[str](), _seen(stage)
     wrong = kept = ""
@@ -81,7 +81,7 @@ def arrival(stage: Stage) -> Iterator[Finding]:
             break
     yield judged(WEIGHTS, not wrong, wrong or "; ".join(said), REMEDY[bool(stage.config.model.lora.rank)])
     if wrong or not seen:
-        yield Finding(
+        yield Checked(
             CACHE, "skipped", "the weights do not arrive" if wrong else "no prompt fills a block of it"
         )
         return

@@ -1,7 +1,7 @@
 """The command `verify`: checks that exclude silently wrong training, on the run's own configuration.
 
 Every check prints its line when it is done. The order matters: the first checks leave the weights as they
-are, and the last ones change them.
+are, and the last ones change them. The very last one leaves the run's models unusable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.verify.arrival import arrival
 from megatron_stppo.evidence.verify.fair import fair
-from megatron_stppo.evidence.verify.finding import Finding
+from megatron_stppo.evidence.verify.checked import Checked
+from megatron_stppo.evidence.verify.gradient import gradient
+from megatron_stppo.evidence.verify.layouts import layouts
+from megatron_stppo.evidence.verify.optimizer import adam
 from megatron_stppo.evidence.verify.ratio import first_ratio
 from megatron_stppo.evidence.verify.resume import resume
 from megatron_stppo.evidence.verify.rewards import landing
@@ -24,8 +27,18 @@ from megatron_stppo.evidence.verify.stage import Stage
 from megatron_stppo.evidence.verify.tokens import exact
 from megatron_stppo.training.loop import Assemble
 
-Check = Callable[[Stage], Iterator[Finding]]  # collective; equal findings on every rank
-CHECKS: tuple[Check, ...] = (first_ratio, landing, exact, fair, resume, arrival)
+Check = Callable[[Stage], Iterator[Checked]]  # collective; equal findings on every rank
+CHECKS: tuple[Check, ...] = (
+    exact,
+    landing,
+    fair,
+    first_ratio,
+    gradient,
+    adam,
+    resume,
+    arrival,
+    layouts,
+)
 
 
 def verify(config: Config, assemble: Assemble, output: Path | None = None) -> bool:
@@ -43,7 +56,7 @@ def verify(config: Config, assemble: Assemble, output: Path | None = None) -> bo
     return all(one.verdict != "fails" for one in findings)
 
 
-def findings_of(stage: Stage, checks: tuple[Check, ...]) -> Iterator[Finding]:
+def findings_of(stage: Stage, checks: tuple[Check, ...]) -> Iterator[Checked]:
     """Yield the findings of the checks, and print each on the first rank. Collective."""
     for check in checks:
         for finding in check(stage):

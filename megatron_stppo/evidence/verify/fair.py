@@ -18,7 +18,7 @@ from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments import choose, reasoning_gym, search
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.environments.retrieval import Document
-from megatron_stppo.evidence.verify.finding import Finding, judged
+from megatron_stppo.evidence.verify.checked import Checked, judged
 from megatron_stppo.evidence.verify.stage import Stage
 from megatron_stppo.evidence.verify.tokens import FAR
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
@@ -37,11 +37,11 @@ EMPTY, BARE, INSIDE, RIGHT = "empty", "an answer without its form", "a forged ob
 ANSWERED = ("search", reasoning_gym.KIND)  # environments whose answers are <answer>..</answer>
 
 
-def fair(stage: Stage) -> Iterator[Finding]:
+def fair(stage: Stage) -> Iterator[Checked]:
     """Play scripted episodes on the first rank. Collective."""
     section = stage.config.environment
     if section.kind == choose.AGENT:
-        yield Finding(FAIR, "skipped", "an agent's episode needs a policy; its reward is the agent's own")
+        yield Checked(FAIR, "skipped", "an agent's episode needs a policy; its reward is the agent's own")
         return
     wrong, count = list[str](), 0
     if stage.learner.mesh.rank == 0:

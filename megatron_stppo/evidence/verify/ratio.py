@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_stppo.evidence.verify.finding import Finding, judged
+from megatron_stppo.evidence.verify.checked import Checked, judged
 from megatron_stppo.evidence.verify.stage import Stage
 from megatron_stppo.training.stages import score
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step
@@ -17,7 +17,7 @@ FIRST, LATER = "the first ratio is 1", "later ratios are not"
 SHIFT = 0.25  # nats
 
 
-def first_ratio(stage: Stage) -> Iterator[Finding]:
+def first_ratio(stage: Stage) -> Iterator[Checked]:
     """Score the episodes, and compute the steps of the first epoch without taking them. Collective.
 
     With old log-probs that are lower by SHIFT, the estimate k3 of the KL divergence is exp(SHIFT) - 1 -
@@ -48,7 +48,7 @@ def first_ratio(stage: Stage) -> Iterator[Finding]:
         "log-probs; remove what differs, or is random, in training only",
     )
     if largest > 0:
-        yield Finding(LATER, "skipped", "those of the first step are wrong")
+        yield Checked(LATER, "skipped", "those of the first step are wrong")
         return
     shifted = replace(batch, old_logprob_T=batch.old_logprob_T - SHIFT)
     chosen = stage.minibatches()[0]

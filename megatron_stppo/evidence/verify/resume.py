@@ -27,7 +27,7 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import groups_of
-from megatron_stppo.evidence.verify.finding import Finding, judged
+from megatron_stppo.evidence.verify.checked import Checked, judged
 from megatron_stppo.evidence.verify.rewards import rewarded
 from megatron_stppo.evidence.verify.stage import SAMPLES, TASKS, Stage
 from megatron_stppo.model.learner import Learner, build_learner
@@ -107,7 +107,7 @@ class Snapshot:
         return out
 
 
-def resume(stage: Stage) -> Iterator[Finding]:
+def resume(stage: Stage) -> Iterator[Checked]:
     """Train two iterations, with a checkpoint between, and repeat the second one after it. Collective."""
     rollouts, config = stage.rollouts, stage.config
     rollouts.learner = replace(stage.learner, config=_small(config))

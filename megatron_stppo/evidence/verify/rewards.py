@@ -20,7 +20,7 @@ from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.observed import with_observations
 from megatron_stppo.data.packing import groups_of
-from megatron_stppo.evidence.verify.finding import Finding, judged
+from megatron_stppo.evidence.verify.checked import Checked, judged
 from megatron_stppo.evidence.verify.stage import Stage
 from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.stages import distribute
@@ -39,7 +39,7 @@ PLAIN = {
 GAE = {"advantage": "gae", "gamma": 1.0, "lam_critic": None, "lam_length": None}
 
 
-def landing(stage: Stage) -> Iterator[Finding]:
+def landing(stage: Stage) -> Iterator[Checked]:
     """Compare the rewards of the episodes, and of planted ones, with the advantages. Collective."""
     plain = stage.config.algorithm.model_copy(update=PLAIN)
     played, rewards = planted(stage.played)
@@ -62,7 +62,7 @@ def landing(stage: Stage) -> Iterator[Finding]:
     if plain.advantage == "gae":
         return
     if plain.advantage not in ("group", "group_mean"):
-        yield Finding(GROUP, "skipped", f"algorithm.advantage={plain.advantage} has no short definition")
+        yield Checked(GROUP, "skipped", f"algorithm.advantage={plain.advantage} has no short definition")
         return
     grouped = estimate(batch, plain, groups_of(played.every))
     assert grouped.advantage_T is not None

@@ -85,9 +85,7 @@ class Stage:
 
     @property
     def plain(self) -> AlgorithmConfig:
-        """The run's algorithm with its clipping and aggregation, and without terms that other models need."""
-        off = {"mismatch": "off", "kl_coefficient": 0.0, "entropy_coefficient": 0.0, "select": "all"}
-        return self.config.algorithm.model_copy(update=off | {"loss": None})
+        return plain(self.config.algorithm)
 
     def weights_of(self, chosen: Sequence[int]) -> Tensor:
         """Return the weights of the tokens of a step's loss, [T]."""
@@ -123,6 +121,12 @@ class Stage:
         own = [w for chunk in self.learner.policy for w in trained(chunk)]
         for weight, value in zip(own, given, strict=True):
             weight.copy_(value)
+
+
+def plain(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the algorithm with its clipping and aggregation, and without terms that other models need."""
+    off = {"mismatch": "off", "kl_coefficient": 0.0, "entropy_coefficient": 0.0, "select": "all"}
+    return algorithm.model_copy(update=off | {"loss": None})
 
 
 def everywhere(played: Played) -> list[Trajectory]:

@@ -16,7 +16,7 @@ from megatron_stppo.base.types import FAILED, Message, Turn
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.evidence.verify.arrival import agreement
-from megatron_stppo.evidence.verify.finding import Finding, judged
+from megatron_stppo.evidence.verify.checked import Checked, judged
 from megatron_stppo.evidence.verify.stage import Stage
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.vllm.generation import Finished, Reason
@@ -30,7 +30,7 @@ FAR = 10**7  # a limit that nothing reaches
 Conversation = list[dict[str, Any]]
 
 
-def exact(stage: Stage) -> Iterator[Finding]:
+def exact(stage: Stage) -> Iterator[Checked]:
     """Compare the tokens of the episodes, and of scripted ones. Collective."""
     stage.rollouts.load_for("score")
     found = agreement(stage, stage.episodes, ())
@@ -42,7 +42,7 @@ def exact(stage: Stage) -> Iterator[Finding]:
         "distributions of them",
     )
     if stage.config.environment.kind == choose.AGENT:
-        yield Finding(TEMPLATE, "skipped", "an agent sends conversations of its own")
+        yield Checked(TEMPLATE, "skipped", "an agent sends conversations of its own")
         return
     reader = _Reader(stage)
     wrong = [*reader.scripted(), *reader.episodes()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -27,9 +27,8 @@ def critic_step(
     change.
     """
     live_T = batch.live_T & chosen_tokens(batch, chosen)
-    weight_T = live_T.float() / live_T.sum().clamp(min=1)
-    loss = partial(_loss, batch=batch, weight_T=weight_T, value_clip=value_clip)
     critic.zero()
+    loss = value_loss(batch, chosen, value_clip)
     records = forward_backward(critic.model, packer.pack(batch, chosen), loss)
     mean_loss = float(total(records, 1, packer.mesh))
     norm = critic.reduce()
@@ -41,6 +40,15 @@ def critic_step(
         "critic/lr": rate,
         "critic/skipped": float(not stepped),
     }
+
+
+def value_loss(
+    batch: Batch, chosen: Sequence[int], value_clip: float
+) -> Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]]:
+    """Return the loss of a step, for forward_backward: its records are the micro-batches' shares [1]."""
+    live_T = batch.live_T & chosen_tokens(batch, chosen)
+    weight_T = live_T.float() / live_T.sum().clamp(min=1)
+    return partial(_loss, batch=batch, weight_T=weight_T, value_clip=value_clip)
 
 
 def _loss(

@@ -9,10 +9,10 @@ Verdict = Literal["ok", "fails", "skipped"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Checked:
     """One line of the table.
 
-    Example: Finding("first ratio is 1", "ok", "2,412 tokens, largest difference 0").
+    Example: Checked("first ratio is 1", "ok", "2,412 tokens, largest difference 0").
     """
 
     check: str
@@ -25,6 +25,6 @@ class Finding:
         return f"{self.verdict:9} {self.check:32} {self.measured}{remedy}"
 
 
-def judged(check: str, holds: bool, measured: str, remedy: str) -> Finding:
+def judged(check: str, holds: bool, measured: str, remedy: str) -> Checked:
     """Return the finding of a check that ran. remedy: for one that fails."""
-    return Finding(check, "ok", measured) if holds else Finding(check, "fails", measured, remedy)
+    return Checked(check, "ok", measured) if holds else Checked(check, "fails", measured, remedy)

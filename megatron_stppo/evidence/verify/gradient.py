@@ -1,0 +1,166 @@
+"""Checks that the gradient is the derivative of the objective: for every part of actor and critic.
+
+The objective is the value that a step reports, computed by forward passes with changed weights. A part's
+weights move along the part's gradient g, where the derivative must be |g|, and along a random direction u,
+where it must be <g, u>. A part that by mistake has no gradient still changes the objective along u.
+
+On a CPU the models are built in float32. On a GPU packed attention needs bfloat16 (model/attention.py). Its
+rounding hides the small slopes along random directions: those that finite differences do not resolve are
+counted as not judged.
+
+Terms of the loss that need other models are off, and so is algorithm.loss: other losses than the clipped
+surrogate stop gradients by definition. Without algorithm.routing_replay, every pass chooses the experts anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_stppo.base.types import Batch
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.config import Config
+from megatron_stppo.evidence.layouts.counted import Counted, main_gradient
+from megatron_stppo.evidence.layouts.measure import differentiable, random_batch
+from megatron_stppo.evidence.verify.checked import Checked
+from megatron_stppo.evidence.verify.slopes import Direction, Slope
+from megatron_stppo.evidence.verify.stage import Stage, plain, whole
+from megatron_stppo.model import build
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import Packer, evaluate, logprobs, total
+from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.training.update.actor_step import SUMS, ActorLoss, actor_step, minibatch_weights
+from megatron_stppo.training.update.critic_step import critic_step, value_loss
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+
+GRADIENT = "the gradient is right"
+# A step with this learning rate changes no weight, and the gradients after it are those of the loss.
+STILL = {"lr": 0.0, "weight_decay": 0.0, "grad_clip": 1e30, "distributed": False}
+LEAST = 0.3  # share of the slopes along gradients that must be judged
+REMEDY = (
+    "model.layers, model.recompute, megatron, parallel: find the field with which this part's gradient is "
+    "right, and report the other value with this line"
+)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The slope of the objective of a model along a direction in one of its parts."""
+
+    where: str  # such as "actor, attention, first layer"
+    along: str  # "gradient" or "random"
+    slope: Slope
+
+    def __str__(self) -> str:
+        s = self.slope
+        direction = "its gradient" if self.along == "gradient" else "a random direction"
+        measured = f"{s.measured:.4g} +- {s.error:.1g}"
+        return f"{self.where}: slope along {direction} {measured}, by the gradient {s.gradient:.4g}"
+
+
+def gradient(stage: Stage) -> Iterator[Checked]:
+    """Compare the gradients of actor and critic with finite differences. Collective."""
+    stage.rollouts.load_for("score")  # the engine releases its memory
+    for role in roles(stage.config):
+        yield finding(role, slopes(role, stage.config, stage.learner.shape, stage.learner.mesh))
+
+
+def roles(config: Config) -> tuple[build.Role, ...]:
+    """Return the models that the configuration trains."""
+    return ("actor", "critic") if config.needs_critic else ("actor",)
+
+
+def finding(role: build.Role, judged: list[Judged]) -> Checked:
+    """Return the line of one model."""
+    resolved = [one for one in judged if one.slope.judged]
+    wrong = [one for one in resolved if not one.slope.holds]
+    counts = ", ".join(
+        f"{sum(one.along == along for one in resolved)} of {sum(one.along == along for one in judged)} {name}"
+        for along, name in (("gradient", "slopes along gradients"), ("random", "along random directions"))
+    )
+    check = f"{GRADIENT}: {role}"
+    if wrong:
+        worst = max(wrong, key=lambda one: one.slope.used)
+        return Checked(check, "fails", f"{len(wrong)} of {len(resolved)} slopes differ; {worst}", REMEDY)
+    along = [one for one in judged if one.along == "gradient"]
+    if not along or sum(one.slope.judged for one in along) < LEAST * len(along):
+        return Checked(check, "skipped", f"finite differences are too coarse: judged {counts}")
+    largest = max(one.slope.used for one in resolved)
+    return Checked(check, "ok", f"judged {counts}; largest difference {largest:.2g} of what is allowed")
+
+
+def slopes(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank) -> list[Judged]:
+    """Return the slopes of all parts of a model, which is built for this. Collective."""
+    batch = random_batch(shape.vocab, 2 * max(4, mesh.data_size), config.run.seed)
+    half = batch.tokens // (2 * mesh.data_size) + 1  # two micro-batches on each rank
+    config, dtype = _still(config, half), precise(config)
+    trainer = built(role, config, shape, mesh, dtype)
+    f, scale = _objective(role, trainer, config, shape, mesh, batch)
+    counted, found = Counted.of(role, trainer, config, shape, mesh), []
+    for number, part in enumerate(counted.parts):
+        pieces = counted.pieces(part)
+        g = [x.clone() for x in counted.views(pieces, main_gradient)]
+        directions = {"gradient": g, "random": list(counted.random(pieces, number))}
+        for along, direction in directions.items():
+            if along == "random" or counted.dot(pieces, g, g) > 0:
+                slope = Direction(counted, pieces, direction, g).slope(f, scale, dtype)
+                found.append(Judged(f"{role}, {part}", along, slope))
+    return found
+
+
+def precise(config: Config) -> torch.dtype:
+    """Return the type that finite differences are computed in."""
+    return process.dtype(config) if torch.cuda.is_available() else torch.float32
+
+
+def built(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank, dtype: torch.dtype) -> Trainer:
+    """Return `differentiable` of a role; a critic with adapters gets frozen weights of its own."""
+    trunk = None
+    if role == "critic" and config.model.lora.rank:
+        trunk = build.from_hf("actor", shape, config, mesh, dtype)
+    return differentiable(role, config, shape, mesh, dtype, trunk)
+
+
+def _still(config: Config, budget: int) -> Config:
+    """Return the configuration of steps that change nothing, with micro-batches of `budget` tokens."""
+    update: dict[str, object] = {
+        role: config.update.optimizer(role).model_copy(update=STILL) for role in ("actor", "critic")
+    }
+    update["tokens_per_microbatch"] = budget
+    off = {"routing_replay": "off", "correction": "off", "correction_probe": False, "rate": "constant"}
+    algorithm = plain(config.algorithm).model_copy(update=off)
+    return config.model_copy(
+        update={"algorithm": algorithm, "update": config.update.model_copy(update=update)}
+    )
+
+
+@torch.no_grad()
+def _objective(
+    role: build.Role, trainer: Trainer, config: Config, shape: ModelShape, mesh: MeshRank, batch: Batch
+) -> tuple[Callable[[], float], float]:
+    """Compute the gradient by a step. Return the loss as a function of the model's weights, and its scale."""
+    packer, a, chosen = Packer.of(config, shape, mesh), config.algorithm, whole(batch)
+    if role == "critic":
+        assert batch.return_T is not None
+        with torch.enable_grad():
+            critic_step(trainer, batch, chosen, a.value_clip, packer)
+        of_value = value_loss(batch, chosen, a.value_clip)
+        packed = packer.pack(batch, chosen)
+        return lambda: float(total(evaluate(trainer.model, packed, of_value), 1, mesh)), 1.0
+    head = PolicyHead.configured(trainer.model, mesh, shape.vocab, config, torch.cuda.is_available())
+    own_T = logprobs(trainer.model, head, batch, packer, [chosen])
+    assert batch.old_logprob_T is not None and batch.advantage_T is not None
+    given = replace(batch, old_logprob_T=own_T + batch.old_logprob_T)
+    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
+    with torch.enable_grad():
+        actor_step(trainer, loss, chosen, packer, hold=True)
+    packed = packer.pack(given, chosen)
+
+    def f() -> float:
+        records = evaluate(trainer.model, packed, loss)
+        return -float(total([record.sums for record in records], len(SUMS), mesh)[0])
+
+    return f, float((loss.weight_T * batch.advantage_T).abs().sum())
