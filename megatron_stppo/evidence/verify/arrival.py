@@ -21,8 +21,7 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.evidence.audit import limits
 from megatron_stppo.evidence.audit.scoring import Piece, score
-from megatron_stppo.evidence.verify.checked import Checked, judged
-from megatron_stppo.evidence.verify.stage import Stage, everywhere, whole
+from megatron_stppo.evidence.verify.stage import Checked, Stage, everywhere, judged, whole
 from megatron_stppo.model.pipeline import forward_backward
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.vllm.generation import Finished

@@ -16,14 +16,13 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.verify.arrival import arrival
 from megatron_stppo.evidence.verify.fair import fair
-from megatron_stppo.evidence.verify.checked import Checked
 from megatron_stppo.evidence.verify.gradient import gradient
 from megatron_stppo.evidence.verify.layouts import layouts
 from megatron_stppo.evidence.verify.optimizer import adam
 from megatron_stppo.evidence.verify.ratio import first_ratio
 from megatron_stppo.evidence.verify.resume import resume
 from megatron_stppo.evidence.verify.rewards import landing
-from megatron_stppo.evidence.verify.stage import Stage
+from megatron_stppo.evidence.verify.stage import Checked, Stage
 from megatron_stppo.evidence.verify.tokens import exact
 from megatron_stppo.training.loop import Assemble
 

@@ -18,8 +18,7 @@ from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments import choose, reasoning_gym, search
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.environments.retrieval import Document
-from megatron_stppo.evidence.verify.checked import Checked, judged
-from megatron_stppo.evidence.verify.stage import Stage
+from megatron_stppo.evidence.verify.stage import Checked, Stage, judged
 from megatron_stppo.evidence.verify.tokens import FAR
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.rollout.episodes.check_environment import check, rewards

@@ -24,9 +24,8 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.layouts.counted import Counted, main_gradient
 from megatron_stppo.evidence.layouts.measure import differentiable, random_batch
-from megatron_stppo.evidence.verify.checked import Checked
 from megatron_stppo.evidence.verify.slopes import Direction, Slope
-from megatron_stppo.evidence.verify.stage import Stage, plain, whole
+from megatron_stppo.evidence.verify.stage import Checked, Stage, plain, whole
 from megatron_stppo.model import build
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, evaluate, logprobs, total

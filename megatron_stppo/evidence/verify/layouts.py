@@ -16,8 +16,7 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ParallelConfig
 from megatron_stppo.evidence.layouts.cases import Case, cases
 from megatron_stppo.evidence.layouts.check import TOLERANCES, compared
-from megatron_stppo.evidence.verify.checked import Checked, judged
-from megatron_stppo.evidence.verify.stage import Stage
+from megatron_stppo.evidence.verify.stage import Checked, Stage, judged
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.parallel.layout import Layout

@@ -26,9 +26,8 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.layouts.counted import Counted
 from megatron_stppo.evidence.layouts.measure import random_batch
-from megatron_stppo.evidence.verify.checked import Checked, judged
 from megatron_stppo.evidence.verify.gradient import built, roles
-from megatron_stppo.evidence.verify.stage import Stage, plain, whole
+from megatron_stppo.evidence.verify.stage import Checked, Stage, judged, plain, whole
 from megatron_stppo.model import build
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Packer, forward_backward

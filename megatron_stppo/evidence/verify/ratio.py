@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_stppo.evidence.verify.checked import Checked, judged
-from megatron_stppo.evidence.verify.stage import Stage
+from megatron_stppo.evidence.verify.stage import Checked, Stage, judged
 from megatron_stppo.training.stages import score
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step
 

@@ -27,9 +27,8 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import groups_of
-from megatron_stppo.evidence.verify.checked import Checked, judged
 from megatron_stppo.evidence.verify.rewards import rewarded
-from megatron_stppo.evidence.verify.stage import SAMPLES, TASKS, Stage
+from megatron_stppo.evidence.verify.stage import SAMPLES, TASKS, Checked, Stage, judged
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.collectives import gather_records

@@ -20,8 +20,7 @@ from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.observed import with_observations
 from megatron_stppo.data.packing import groups_of
-from megatron_stppo.evidence.verify.checked import Checked, judged
-from megatron_stppo.evidence.verify.stage import Stage
+from megatron_stppo.evidence.verify.stage import Checked, Stage, judged
 from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.stages import distribute
 

@@ -1,10 +1,11 @@
-"""What the checks of `verify` share: the run's models and engine, and episodes that the engine has played."""
+"""What the checks of `verify` share: models and engine of the run, episodes, and the line of a check."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,7 +27,30 @@ from megatron_stppo.training.stages import distribute, score
 from megatron_stppo.training.update.actor_step import minibatch_weights
 from megatron_stppo.training.update.minibatches import minibatches
 
+Verdict = Literal["ok", "fails", "skipped"]
 TASKS, SAMPLES = 6, 4  # enough trajectories for limits.resemblance
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One line of the table.
+
+    Example: Checked("first ratio is 1", "ok", "2,412 tokens, largest difference 0").
+    """
+
+    check: str
+    verdict: Verdict
+    measured: str  # the numbers and their limits, or why the check was skipped
+    remedy: str = ""  # where it fails: the field to look at, and what to do
+
+    def __str__(self) -> str:
+        remedy = f"\n{'':10}{self.remedy}" if self.remedy else ""
+        return f"{self.verdict:9} {self.check:40} {self.measured}{remedy}"
+
+
+def judged(check: str, holds: bool, measured: str, remedy: str) -> Checked:
+    """Return the finding of a check that ran. remedy: for one that fails."""
+    return Checked(check, "ok", measured) if holds else Checked(check, "fails", measured, remedy)
 
 
 @dataclass

@@ -16,8 +16,7 @@ from megatron_stppo.base.types import FAILED, Message, Turn
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.evidence.verify.arrival import agreement
-from megatron_stppo.evidence.verify.checked import Checked, judged
-from megatron_stppo.evidence.verify.stage import Stage
+from megatron_stppo.evidence.verify.stage import Checked, Stage, judged
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.vllm.generation import Finished, Reason
 from megatron_stppo.training.colocated import Worker
