@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_stppo.cluster.launch import process
-from tests.evidence.verify import planted
+from tests.evidence.verify import plants_of_update as planted
 from tests.training.update import layouts
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 67, "head_dim": 8}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +10,30 @@ import pytest
 
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config.file import load
-from tests.evidence.verify import plants
+from tests.evidence.verify import plants_of_serving as plants
 from tests.ranks import run_ranks
 from tests.training.loop import small_run
 
 WEIGHTS, CACHE = "weights arrive", "the prefix cache is fresh"
 FIRST, LATER = "the first ratio is 1", "later ratios are not"
-FULL = {  # plants that a run of all weights can have, and the check that finds each
+OF_WEIGHTS = {  # plants, and the check that finds each
     plants.delivered_once: WEIGHTS,
-    plants.gate_and_up_swapped: WEIGHTS,
-    plants.embedding_only_in_the_first_sync: WEIGHTS,
     plants.cache_kept: CACHE,
     plants.scored_at_another_temperature: FIRST,
-    plants.dropout_in_the_update: FIRST,
     plants.old_policy_is_the_current: LATER,
 }
-ADAPTERS = {plants.adapters_never_delivered: WEIGHTS, plants.adapters_merged_twice: WEIGHTS}
+MORE = {
+    plants.gate_and_up_swapped: WEIGHTS,
+    plants.embedding_only_in_the_first_sync: WEIGHTS,
+    plants.dropout_in_the_update: FIRST,
+}
+OF_ADAPTERS = {plants.adapters_never_delivered: WEIGHTS}
+MORE_OF_ADAPTERS = {plants.adapters_merged_twice: WEIGHTS}
+MERGED = ("model.lora.rank=4", "model.lora.sync=merged")
 Findings = dict[str, dict[str, str]]  # {plant: {check: verdict}}
 
 
-def verified(root: Path, chosen: list[plants.Plant], overrides: list[str]) -> Findings:
+def verified(root: Path, chosen: Iterable[plants.Plant], overrides: Sequence[str]) -> Findings:
     """Return the verdicts of these checks with each plant, and without one as "". One engine serves all."""
     from megatron_stppo.evidence.verify.arrival import arrival
     from megatron_stppo.evidence.verify.check import findings_of
@@ -54,35 +59,20 @@ def verified(root: Path, chosen: list[plants.Plant], overrides: list[str]) -> Fi
     return found
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_run.write(tmp_path_factory.mktemp("verify")).parent
-
-
-@pytest.fixture(scope="module")
-def full(root: Path) -> Findings:
-    return run_ranks(verified, 1, root, [*FULL], [], timeout=300)[0]
-
-
-@pytest.fixture(scope="module")
-def adapters(root: Path) -> Findings:
-    given = ["model.lora.rank=4", "model.lora.sync=merged"]
-    return run_ranks(verified, 1, root, [*ADAPTERS], given, timeout=300)[0]
-
-
-@pytest.mark.parametrize("found", ["full", "adapters"])
-def test_a_healthy_run_passes(found: str, request: pytest.FixtureRequest) -> None:
-    verdicts = request.getfixturevalue(found)[""]
-    assert verdicts == dict.fromkeys((FIRST, LATER, WEIGHTS, CACHE), "ok")
-
-
-@pytest.mark.parametrize("plant", FULL, ids=lambda plant: plant.__name__)
-def test_a_planted_mistake_is_found_by_its_check(plant: plants.Plant, full: Findings) -> None:
-    fails = [check for check, verdict in full[plant.__name__].items() if verdict == "fails"]
-    assert fails == [FULL[plant]]
-
-
-@pytest.mark.parametrize("plant", ADAPTERS, ids=lambda plant: plant.__name__)
-def test_a_planted_mistake_of_adapters_is_found_by_its_check(plant: plants.Plant, adapters: Findings) -> None:
-    fails = [check for check, verdict in adapters[plant.__name__].items() if verdict == "fails"]
-    assert fails == [ADAPTERS[plant]]
+@pytest.mark.parametrize(
+    ("given", "overrides"),
+    [
+        pytest.param(OF_WEIGHTS, (), id="weights"),
+        pytest.param(MORE, (), id="more of weights", marks=pytest.mark.long),
+        pytest.param(OF_ADAPTERS, MERGED, id="adapters"),
+        pytest.param(MORE_OF_ADAPTERS, MERGED, id="more of adapters", marks=pytest.mark.long),
+    ],
+)
+def test_a_healthy_run_passes_and_each_planted_mistake_is_found_by_its_check(
+    given: dict[plants.Plant, str], overrides: Sequence[str], tmp_path: Path
+) -> None:
+    small_run.write(tmp_path)
+    found = run_ranks(verified, 1, tmp_path, [*given], overrides, timeout=300)[0]
+    assert found.pop("") == dict.fromkeys((FIRST, LATER, WEIGHTS, CACHE), "ok")
+    fails = {name: [check for check in lines if lines[check] == "fails"] for name, lines in found.items()}
+    assert fails == {plant.__name__: [check] for plant, check in given.items()}

@@ -42,8 +42,8 @@ def test_finite_differences_agree_and_every_planted_bug_is_found(
 @pytest.mark.parametrize(
     ("family", "given", "bug"),
     [
-        ("qwen3_moe", {"parallel": {"tensor": 2, "sequence": True}}, ""),
-        ("qwen3", {}, "averaged"),
+        pytest.param("qwen3_moe", {"parallel": {"tensor": 2, "sequence": True}}, "", marks=pytest.mark.long),
+        pytest.param("qwen3", {}, "averaged", marks=pytest.mark.long),
         ("qwen3", {"parallel": {"tensor": 2, "sequence": True}, "model": LORA}, "unmarked_adapter"),
     ],
 )

@@ -44,11 +44,11 @@ def divided_by_microbatches(patch: Patch) -> None:  # AReaL #1273
     real = actor.forward_backward
 
     def divided(model, microbatches, loss):
-        def one(hidden, microbatch):
-            value, record = loss(hidden, microbatch)
-            return value / len(microbatches), record
-
-        return real(model, microbatches, one)
+        records = real(model, microbatches, loss)
+        for chunk in model:
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+                buffer.grad_data.div_(len(microbatches))
+        return records
 
     patch.setattr(actor, "forward_backward", divided)
 
