@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_stppo.base.types import Task, Trajectory, Turn
+from megatron_stppo.base.types import Outcome, Task, Trajectory, Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.trainer.groups import Order, Taken, Terms
@@ -24,10 +24,10 @@ def ledger(tasks: int = 2, samples: int = 1, staleness: int = 1, order: Order = 
     return Ledger(TaskCursor(TASKS, seed=0), Terms(tasks, samples, staleness, order))
 
 
-def played(number: int, tokens: int = 0) -> Trajectory:
-    """Return an episode with one turn, or one that failed before its first turn."""
+def played(number: int, tokens: int = 0, outcome: Outcome = "ok") -> Trajectory:
+    """Return an episode with one turn, or one without turns."""
     turn = Turn((7,) * tokens, (-0.5,) * tokens, (), 0.0, ((0, tokens),)) if tokens else None
-    return Trajectory(ELSEWHERE, (number,), (turn,) if turn else (), "ok" if turn else "error")
+    return Trajectory(ELSEWHERE, (number,), (turn,) if turn else (), outcome)
 
 
 def numbers(batch: list[Trajectory] | None) -> list[int]:
@@ -93,7 +93,7 @@ def test_episodes_that_failed_before_their_first_turn_have_no_length() -> None:
     book = ledger(tasks=1, samples=2, order="completion")
     book.admit(0)  # groups 0 and 1 of two episodes
     book.finish(2, played(2, 10))
-    book.finish(3, played(3))
+    book.finish(3, played(3, outcome="error"))
     book.finish(0, played(0, 40))
     assert numbers(book.batch()) == [2, 3]
     assert book.bias()["length_bias"] == 10 - 40
@@ -205,6 +205,31 @@ def test_a_checkpoint_restores_what_is_open_and_the_next_batches(terms, cut: int
     after = [number for batch in run(again, terms, cut, cut + 4) for number in batch]
     assert after == [number for batch in run(book, terms, cut, cut + 4) for number in batch]
     assert len(set(before + after)) == len(before + after)
+
+
+@given(schedules(), st.integers(0, 6), st.integers(1, 3))
+def test_a_batch_that_is_put_back_is_trained_on_once_after_a_resume_and_its_failed_episodes_are_played_again(
+    terms, cut: int, every: int
+) -> None:
+    tasks, samples, staleness, order, _ = terms
+    book = ledger(tasks, samples, staleness, order)
+    before = [number for batch in run(book, terms, 0, cut) for number in batch]
+    book.admit(cut)
+    for episode in book.unfinished():  # so that the next batch fails, and later ones too
+        outcome: Outcome = "timeout" if episode.number % every == 0 else "ok"
+        book.finish(episode.number, played(episode.number, outcome=outcome))
+    open_before = book.state() | {"lengths": None}
+    batch = book.batch()
+    book.put_back()
+    assert book.state() | {"lengths": None} == open_before
+    again = ledger(tasks, samples, staleness, order)
+    state = json.loads(json.dumps(book.state() | {"iteration": cut}))
+    again.restore(state, decode_episodes(encode_episodes(book.kept())))
+    played_again = {a.number for a in again.unfinished()}
+    assert played_again == {done.number for done in book.kept() if done.trajectory.outcome == "timeout"}
+    after = [number for batch in run(again, terms, cut, cut + 4) for number in batch]
+    assert len(set(before + after)) == len(before + after) == (cut + 4) * tasks * samples
+    assert set(numbers(batch)) <= set(after) or order == "completion"
 
 
 def test_a_colocated_run_continues_from_the_ledgers_cursor() -> None:

@@ -238,3 +238,21 @@ def test_dropped_groups_are_numbered_in_the_order_of_their_admission() -> None:
         book.finish(number, Trajectory(TASKS[0], (number,), (turn,), "ok"))
     assert book.batch() is not None and book.taken == Taken([2, 3], [[1, 0]])
     assert [(s.group, s.reward) for s in book.dropped] == [(0, 0.5), (0, 0.5), (1, 1.0), (1, 1.0)]
+
+
+def test_groups_that_were_dropped_for_a_batch_that_is_put_back_are_dropped_again_after_a_resume() -> None:
+    """Each in its place, with the groups and random numbers of a run in which nothing failed."""
+    for order in ("admission", "completion"):
+        terms, flat = Terms(2, SAMPLES, 1, order, resample=2), flat_tasks(0, 3)
+        straight = Run(terms, flat)
+        expected = list(straight.batches(0, 3))
+        run = Run(terms, flat)
+        assert groups(next(run.batches(0, 1))) == groups(expected[0])
+        run.book.put_back()
+        again = run.saved(0)
+        assert list(again.book.state()["ledger"]["rounds"]) == []
+        after = list(again.batches(0, 3))
+        assert [groups(batch) for batch in after] == [groups(batch) for batch in expected]
+        seeds = {number: (a.seed, a.place) for number, (_, a) in again.admitted.items()}
+        known = {number: (a.seed, a.place) for number, (_, a) in straight.admitted.items()}
+        assert seeds.items() <= known.items() or order == "completion"

@@ -52,6 +52,11 @@ class Hub:
         with self._changed:
             return self.ledger.kept()
 
+    def put_back(self) -> None:
+        """Undo the last batch for a checkpoint. The run must end."""
+        with self._changed:
+            self.ledger.put_back()
+
     def evaluate(self, episodes: Iterable[Assignment]) -> None:
         """Assign episodes of an evaluation, before all that wait. Their numbers are negative."""
         with self._changed:

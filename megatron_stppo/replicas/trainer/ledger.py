@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from megatron_stppo.base.types import Summary, Trajectory
+from megatron_stppo.base.types import FAILED, Summary, Trajectory
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.data.variance import without_variance
 from megatron_stppo.replicas.trainer.groups import Group, Lengths, Taken, Terms, episodes_of, summaries
@@ -56,6 +56,7 @@ class Ledger:
         self._recorded = deque(recorded)
         self.taken = Taken([])  # of the last batch
         self.dropped: list[Summary] = []  # the episodes that were dropped for it; each group has a number
+        self._before = dict[int, Group](), 0, self._behind, self._ahead, self._trained  # for put_back
 
     def admit(self, iteration: int) -> list[Assignment]:
         """Admit the groups that iteration `iteration` allows, and return their episodes."""
@@ -108,7 +109,8 @@ class Ledger:
         self.dropped = summaries(group for _, group in sorted(self._dropped.items()))
         if self._recorded:
             self._recorded.popleft()
-        closed = dict(zip(chosen, taken, strict=True)) | self._dropped
+        closed = self._dropped | dict(zip(chosen, taken, strict=True))
+        self._before = closed, len(self._dropped), self._behind, dict(self._ahead), self._trained
         self._rounds, self._dropped = [], {}
         self._close({number: Lengths.of(group.finished.values()) for number, group in closed.items()})
         return [
@@ -116,6 +118,14 @@ class Ledger:
             for place, group in enumerate(taken)
             for _, trajectory in sorted(group.finished.items())
         ]
+
+    def put_back(self) -> None:
+        """Open the groups of the last batch again, and those that were dropped for it: too many episodes have
+        failed. For a checkpoint; then the run ends."""
+        groups, dropped, self._behind, self._ahead, self._trained = self._before
+        self._open = dict(sorted((groups | self._open).items()))
+        self._completed = [*groups, *self._completed]
+        self._drops -= dropped
 
     @property
     def settled(self) -> bool:
@@ -176,8 +186,8 @@ class Ledger:
     def restore(self, state: Mapping[str, Any], kept: Iterable[Done] = ()) -> None:
         """Continue from a checkpoint's state, in which `ledger` is missing if it was colocated.
 
-        kept: the checkpoint's episodes. If max_staleness was larger, those that are too old now are played
-        again, when they may be.
+        kept: the checkpoint's episodes. Those that failed are played again: a tool may have been broken. So
+        are, if max_staleness was larger, those that are too old now, when they may be.
         Raises ConfigError if open groups have another size now, or the cursor does not fit the data.
         """
         self._cursor.restore(state["cursor"])
@@ -196,6 +206,8 @@ class Ledger:
         used = {n: self._iteration + place // self._terms.tasks for place, n in enumerate(self._open)}
         for done in kept:
             group = done.number // self._terms.samples
+            if done.trajectory.outcome in FAILED and not done.trajectory.overlong_prompt:
+                continue
             if group in self._dropped:
                 self._dropped[group].finished[done.number] = done.trajectory
             elif group in used and not self._is_too_old(done.trajectory, used[group]):

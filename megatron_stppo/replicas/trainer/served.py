@@ -108,16 +108,17 @@ class Served:
             self._hub.admit(iteration)
         played = Played.of(self._until(lambda hub: hub.batch()) or [])
         config = self.learner.config
-        if self._hub is not None:
-            recorded.write_batch(config.run.folder, iteration, self._hub.ledger.taken)
         if config.rollout.resample:
             dropped = encode(self._hub.ledger.dropped) if self._hub is not None else None
             played = replace(played, dropped=decode(broadcast_bytes(dropped, 0), list[Summary]))
         try:
             self._failures.check(played.with_dropped)
-        except TooManyFailures as error:
-            error.resumable = False  # the ledger counts the batch as trained on
+        except TooManyFailures:
+            if self._hub is not None:
+                self._hub.put_back()
             raise
+        if self._hub is not None:
+            recorded.write_batch(config.run.folder, iteration, self._hub.ledger.taken)
         return played
 
     def play(
