@@ -51,11 +51,10 @@ class TooManyFailures(Ending, RuntimeError):
     """More episodes failed than environment.max_failure_rate allows.
 
     All ranks raise the same error. The cause is outside this program, and the message contains it. A training
-    run writes a checkpoint before it ends if `resumable`: if a resumed run plays these episodes again.
+    run writes a checkpoint before it ends, and a resumed run plays these episodes again.
     """
 
     exit_code = 1
-    resumable = True
 
 
 class CannotServe(Ending, RuntimeError):

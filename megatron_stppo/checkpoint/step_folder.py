@@ -34,6 +34,7 @@ from megatron_stppo.base.printing import one_line
 log = logging.getLogger(__name__)
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 STATE, MANIFEST, LATEST, EPISODES = "state.json", "MANIFEST.json", "LATEST", "episodes.msgpack"
+OWED = "owed"  # in state.json: the row of the iteration, if its evaluation failed and must be repeated
 MOST_BYTES = 64 * 2**20  # size limit of a JSON file; the manifest for 4,096 ranks is smaller than 2 MB
 MOST_EPISODES = 64 * 2**30  # size limit of the file of episodes; 1,000 episodes of 10^6 tokens are 12 GB
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron_stppo.base.errors import EngineLost, Requeue, ToolsStayAway, TooManyFailures
 from megatron_stppo.checkpoint import saving
+from megatron_stppo.checkpoint.step_folder import OWED
 from megatron_stppo.cluster.deadlines import Watchdog
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.preemption import PreemptionNotice
@@ -26,6 +27,7 @@ from megatron_stppo.observe.describe import describe, describe_groups
 from megatron_stppo.observe.metrics import progress
 from megatron_stppo.observe.observer import Observer
 from megatron_stppo.observe.reporters import Reporter, WeightsAndBiases
+from megatron_stppo.observe.rows import truncate
 from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.rollout.episodes.failures import warn
@@ -57,8 +59,7 @@ def train(
     notice.listen()
     run, rollouts, observer, log = config.run, training.rollouts, training.observer, training.log
     learner, own, leave = rollouts.learner, training.own, False
-    if run.evaluate_every and training.first == 0:
-        observer.log(0, training.evaluate(0))
+    training.begin()
     for iteration in training.iterations():
         done = iteration + 1
         # rollout: multi-turn episodes against the environment
@@ -118,6 +119,7 @@ class _Training:
     own: Own  # functions of the user
     held: Playable | None  # the held-out tasks, if they are evaluated during training
     first: int  # the iteration of the checkpoint that training continues from; 0 in a new run
+    owed: dict[str, Any] | None  # its row, if its evaluation failed
     attempt: int  # at this run, from 1; 0 on other ranks than the first
 
     @classmethod
@@ -133,15 +135,17 @@ class _Training:
         learner = rollouts.learner
         saver = saving.Saver(run.folder / "checkpoints", config, learner.mesh.layout)
         guard = UpdateGuard(config, learner.mesh, learner.trainers, saver)
-        first = restore(rollouts, saver, guard) if resume else 0
+        first, owed = restore(rollouts, saver, guard) if resume else (0, None)
         console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
         process.log_to(run.folder, rank)
         attempt = attempts.record(config, rank, first)
+        if owed is not None and held is not None and rank == 0:  # it is written again, with the evaluation
+            truncate(run.folder / "metrics.jsonl", first - 1)
         observer = Observer(config, learner.shape, learner.mesh, watchdog, first, reporting)
         log = TrajectoryLog(run.folder, rank, rollouts.tokenizer)
         with console.timed("first reshard", rank == 0):
             rollouts.publish(version=first)
-        return cls(rollouts, saver, guard, observer, log, own, held, first, attempt)
+        return cls(rollouts, saver, guard, observer, log, own, held, first, owed, attempt)
 
     def iterations(self) -> Iterator[int]:
         """Yield the iterations that are left, from 0, with a progress bar on rank 0."""
@@ -150,15 +154,20 @@ class _Training:
         shown = self.rollouts.learner.mesh.rank == 0
         return self.observer.profiled(progress(left, config.algorithm.preset, shown, every=None))
 
+    def begin(self) -> None:
+        """Evaluate a new run, and a resumed one whose last evaluation failed. Collective."""
+        if self.held is not None and (self.first == 0 or self.owed is not None):
+            row = self.owed or {}
+            self.observer.log(self.first, row | self.evaluate(self.first, self.owed))
+
     def evaluate(self, done: int, row: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the metrics of held-out tasks. Arguments as in `leaving`. Collective."""
-        with self.observer.phase("evaluate"), self.leaving(done, row):
+        """Return the metrics of held-out tasks. Arguments as in `leaving`. Collective.
+
+        If it fails, the checkpoint says so, and a resumed run evaluates first: it must not hide the failure.
+        """
+        with self.observer.phase("evaluate"), self.leaving(done, row, evaluates=True):
             assert self.held is not None, "evaluations are due only with run.evaluate_every"
-            try:
-                return held_out(self.rollouts, self.held)
-            except TooManyFailures as error:
-                error.resumable = False  # a resumed run would not repeat the evaluation, and hide the failure
-                raise
+            return held_out(self.rollouts, self.held)
 
     def checkpoint(self, done: int) -> None:
         """Start to write a checkpoint. The next row reports how long this takes. Collective."""
@@ -167,8 +176,8 @@ class _Training:
             self._save(done)
             self.rollouts.publish(version=done)
 
-    def _save(self, done: int) -> None:
-        save(self.rollouts, self.saver, self.guard, done)
+    def _save(self, done: int, owed: dict[str, Any] | None = None) -> None:
+        save(self.rollouts, self.saver, self.guard, done, owed)
 
     def finish(self) -> None:
         """Wait for the last checkpoint and close everything. Collective."""
@@ -178,7 +187,9 @@ class _Training:
         self.rollouts.close()
 
     @contextmanager
-    def leaving(self, done: int, row: dict[str, Any] | None = None) -> Iterator[None]:
+    def leaving(
+        self, done: int, row: dict[str, Any] | None = None, evaluates: bool = False
+    ) -> Iterator[None]:
         """Context for playing episodes, or waiting for them.
 
         It turns ToolsStayAway and EngineLost into a checkpoint and Requeue, and writes a checkpoint before
@@ -186,45 +197,50 @@ class _Training:
         Collective. If the GPU of any rank no longer works, no checkpoint is written, and only a save in
         progress is completed.
         done: the number of iterations that are done. row: metrics of the last one, if they are not reported
-        yet; they are reported before the checkpoint is saved.
+        yet; they are reported before the checkpoint is saved. evaluates: these are episodes of an evaluation.
         """
         try:
             yield
         except (ToolsStayAway, EngineLost, TooManyFailures) as reason:
             of = self.rollouts.learner.config.run.iterations
-            if isinstance(reason, TooManyFailures) and (not reason.resumable or done == self.first):
-                raise  # nothing was trained yet, or a resumed run would not repeat what failed
-            if row is not None:
-                self.observer.log(done, row)
+            logged = self.observer.log(done, row) if row is not None else {}
+            if isinstance(reason, TooManyFailures) and done == self.first:
+                raise  # nothing was trained since the checkpoint, which a resumed run continues from
             with self.observer.phase("checkpoint"):
                 if any_rank(process.gpu_failed()):
                     self.saver.finish()
                     newest = f"step_{self.saver.newest()} of {of} is the newest checkpoint"
                     raise Requeue(f"{newest}, and a GPU failed after it: {reason}") from None
                 self.rollouts.load_for("checkpoint")
-                self._save(done)
+                self._save(done, {name: logged[name] for name in row} if row and evaluates else None)
             self.finish()
             if isinstance(reason, TooManyFailures):
                 raise
             raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {reason}") from None
 
 
-def save(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard, done: int) -> None:
-    """Start to write the checkpoint of iteration `done`. Collective."""
+def save(
+    rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard, done: int, owed: dict[str, Any] | None = None
+) -> None:
+    """Start to write the checkpoint of iteration `done`. Collective.
+
+    owed: its row, if its evaluation failed and a resumed run must repeat it.
+    """
     state = {"iteration": done} | rollouts.learner.beginning | rollouts.state() | guard.state()
+    state |= {OWED: owed} if owed is not None else {}
     saver.save(done, rollouts.learner.trainers, state, rollouts.episodes())
 
 
-def restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> int:
-    """Load the newest checkpoint and return its iteration; return 0 if there is none."""
+def restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> tuple[int, dict[str, Any] | None]:
+    """Load the newest checkpoint. Return its iteration and what it owes (`save`); (0, None) without one."""
     state = saver.load(rollouts.learner.trainers)
     if state is None:
-        return 0
+        return 0, None
     rollouts.learner.check_beginning(state)
     if "cursor" in state:  # absent in the checkpoint of a converted model
         rollouts.restore(state, saver.episodes)
         guard.restore(state)
-    return int(state["iteration"])
+    return int(state["iteration"]), state.get(OWED)
 
 
 def _check(config: Config, row: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.observe import rows
 from megatron_stppo.validation import serving
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
@@ -47,16 +48,23 @@ def check_resume(config: Config) -> None:
 def finished(config: Config) -> int | None:
     """Return the iteration of the newest checkpoint if no later one is to be trained, else None.
 
-    None if the checkpoint lacks a file: then loading it falls back to an earlier one. Contents are not
-    compared.
+    None if its evaluation failed and was not repeated, or if the checkpoint lacks a file: then loading it
+    falls back to an earlier one. Contents are not compared.
     """
-    checkpoints = config.run.folder / "checkpoints"
+    run, checkpoints = config.run, config.run.folder / "checkpoints"
     try:
         step = step_folder.latest(checkpoints)
-        step_folder.inspect(checkpoints / f"step_{step}")
-    except step_folder.Damaged:
+        step_folder.inspect(path := checkpoints / f"step_{step}")
+        owes = run.evaluate_every and step_folder.OWED in step_folder.read_state(path)
+        return step if step >= run.iterations and not (owes and not _evaluated(config, step)) else None
+    except (step_folder.Damaged, OSError, ValueError):
         return None
-    return step if step >= config.run.iterations else None
+
+
+def _evaluated(config: Config, step: int) -> bool:
+    """Return whether metrics.jsonl has the evaluation of an iteration."""
+    found = rows.read(config.run.folder / "metrics.jsonl")
+    return any(row["iteration"] == step and "evaluate/exact_match" in row for row in found)
 
 
 class _Written(msgspec.Struct):

@@ -73,11 +73,25 @@ def test_a_run_is_finished_when_the_last_iteration_has_a_complete_checkpoint(pat
     assert finished(last) is None, "it is resumed from an earlier one"
 
 
-def write_step(checkpoints: Path, step: int) -> None:
+def test_a_run_whose_last_evaluation_failed_is_finished_when_it_was_repeated(path: Path) -> None:
+    run = load(path).run.folder
+    write_step(run / "checkpoints", 4, owed={"iteration": 4})
+    last = load(path, ["run.iterations=4", "run.evaluate_every=2"])
+    assert finished(last) is None, "there are no metrics"
+    (run / "metrics.jsonl").write_text('{"iteration": 2, "evaluate/exact_match": 1}\n{"iteration": 4}\n')
+    assert finished(last) is None
+    assert finished(load(path, ["run.iterations=4", "run.evaluate_every=0"])) == 4, (
+        "evaluations were given up"
+    )
+    (run / "metrics.jsonl").write_text('{"iteration": 4, "evaluate/exact_match": 1}\n')
+    assert finished(last) == 4
+
+
+def write_step(checkpoints: Path, step: int, **state: object) -> None:
     """Publish a checkpoint that holds nothing but its state."""
     scratch = checkpoints / f"step_{step}.tmp-0"
     scratch.mkdir(parents=True)
-    (scratch / "state.json").write_text(json.dumps({"trainers": {"actor": [], "critic": []}}))
+    (scratch / "state.json").write_text(json.dumps({"trainers": {"actor": [], "critic": []}} | state))
     files = {"state.json": step_folder.describe(scratch / "state.json")}
     step_folder.publish(scratch, checkpoints / f"step_{step}", step_folder.Manifest(step, files, "", {}, {}))
 

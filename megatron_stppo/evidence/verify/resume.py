@@ -123,7 +123,7 @@ def resume(stage: Stage) -> Iterator[Checked]:
     rollouts.load_for("checkpoint")
     _replace_models(stage)
     guard, saver = _kept(stage)
-    iteration = loop.restore(rollouts, saver, guard)
+    iteration, _ = loop.restore(rollouts, saver, guard)
     lines = [] if iteration == start else [f"iteration {iteration}, not {start}"]
     lines += saved.differences(Snapshot.of(stage.learner))
     stage.version = start
