@@ -7,7 +7,9 @@ seeds. The main thread calls the methods of Hub. One lock guards everything that
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -33,6 +35,7 @@ class Hub:
         self._crew, self._notice, self.ledger = crew, notice, crew.ledger
         self._updating: set[str] = set()  # groups that were announced an update and have not got it
         self._changed = threading.Condition()
+        self._told = ""  # why the run must end soon, if only another rank knows
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
         self._thread.start()
@@ -62,13 +65,20 @@ class Hub:
         with self._changed:
             self._crew.prepend(episodes)
 
-    def wait(self, result: Callable[[], T | None]) -> T | Member:
+    def must_end(self, why: str) -> None:
+        """Note that the run must end soon."""
+        with self._changed:
+            self._told = why
+
+    def wait(self, result: Callable[[], T | None], patience: float = math.inf) -> T | Member | None:
         """Wait until result() is not None, and return it; or a replica that can join.
 
+        Return None after `patience` seconds without any replica that serves.
         Raises ConfigError and ToolsStayAway if a replica reports them. Raises EngineLost if there is no
         replica and none comes, or if the run must end soon and no replica serves: a signal to all programs of
         a run ends its replicas at once, so that the iteration cannot be completed.
         """
+        asks = time.monotonic() + patience
         with self._changed:
             while True:
                 if self._crew.trouble is not None:
@@ -77,8 +87,10 @@ class Hub:
                     return joining
                 if (found := result()) is not None:
                     return found
-                if (why := self._notice()) and not self._crew.joined:
+                if (why := self._why_end()) and not self._crew.joined:
                     raise EngineLost(f"{why}, and no replica serves any more")
+                if not self._crew.joined and time.monotonic() > asks:
+                    return None
                 self._changed.wait()  # the thread notifies every TICK
 
     # What `wait` waits for, while it holds the lock. None: not yet.
@@ -110,7 +122,7 @@ class Hub:
             self._crew.append(self.ledger.unfinished())
             return True
         local = self._crew.local
-        if why := (local.gave_up if local is not None else "") or self._notice():
+        if why := (local.gave_up if local is not None else "") or self._why_end():
             raise EngineLost(f"before {wanted} replicas served: {why}")
         return None
 
@@ -197,6 +209,9 @@ class Hub:
         if crew.local is not None:
             crew.local.close(asked)
 
+    def _why_end(self) -> str:
+        return self._told or self._notice()
+
     def _run(self) -> None:
         """Take messages until `close`. Runs in the hub's thread."""
         while not self._ended:
@@ -207,7 +222,7 @@ class Hub:
                         return
                     for peer, message in messages:
                         self._crew.take(peer, message)
-                    self._crew.look_for_lost(must_end=bool(self._notice()))
+                    self._crew.look_for_lost(must_end=bool(self._why_end()))
                     self._changed.notify_all()
             except Exception as error:  # a bug must not leave the main thread waiting
                 with self._changed:

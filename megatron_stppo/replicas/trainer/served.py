@@ -26,7 +26,7 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.metrics import counting
-from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
+from megatron_stppo.parallel.collectives import any_rank, broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.trainer import recorded
 from megatron_stppo.replicas.trainer.crew import Member
@@ -46,7 +46,8 @@ class Step(msgspec.Struct, frozen=True):
     """What all ranks of the trainer do next.
 
     join: build the group of `offer` with a replica of `tensor` ranks, and send the version. update: send the
-    version to the replica of `group`. done: continue. A name of RAISED: raise this error with `text`.
+    version to the replica of `group`. ask: tell whether this rank has a notice. done: continue. A name of
+    RAISED: raise this error with `text`.
     """
 
     kind: str
@@ -57,6 +58,9 @@ class Step(msgspec.Struct, frozen=True):
     closed: tuple[str, ...] = ()  # groups of replicas that are lost: close their links
 
 
+# Seconds without a replica that serves, after which the first rank asks the others whether the run must end.
+# A rank that waits for the first one's decision handles no signal, and cannot tell by itself.
+ASKS = 2.0
 RAISED = {error.__name__: error for error in (ConfigError, ToolsStayAway, EngineLost)}
 
 
@@ -69,12 +73,14 @@ class Served:
         store: dist.Store,
         address: tuple[str, int],
         hub: Hub | None,
+        notice: Callable[[], str] = lambda: "",
     ) -> None:
         """store, address: the store on which the groups for weights are built, and its host and port.
 
-        hub: on the first rank, None on the others.
+        hub: on the first rank, None on the others. notice: returns why this rank must end soon, or "".
         """
         self.learner, self._store, self._address, self._hub = learner, store, address, hub
+        self._notice = notice
         self._meter = ServingMeter()
         config = learner.config
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model.path)
@@ -197,7 +203,9 @@ class Served:
         found: list[T] = []
 
         def decide(hub: Hub) -> Step:
-            if isinstance(answer := hub.wait(lambda: result(hub)), Member):
+            if (answer := hub.wait(lambda: result(hub), ASKS)) is None:
+                return Step("ask")
+            if isinstance(answer, Member):
                 host, port = self._address
                 spec = layer_spec(self.learner.config)
                 offer = Offer(answer.group, host, port, self.learner.mesh.layout, spec, self._version)
@@ -207,7 +215,10 @@ class Served:
             return Step("done")
 
         while (step := self._next(decide)).kind != "done":
-            self._join(step)
+            if step.kind == "join":
+                self._join(step)
+            elif any_rank(bool(self._notice())) and self._hub is not None:
+                self._hub.must_end("another rank received notice")
         return found[0] if found else None
 
     def _next(self, decide: Callable[[Hub], Step]) -> Step:

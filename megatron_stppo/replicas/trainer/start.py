@@ -57,7 +57,7 @@ def assemble(
     hub, store, at = start_hub(config, dtype, recorded, notice)
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype)
-    return Served(learner, store, at, hub)
+    return Served(learner, store, at, hub, notice)
 
 
 def start_hub(
