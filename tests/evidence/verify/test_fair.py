@@ -49,7 +49,7 @@ def problems(section: EnvironmentConfig) -> list[str]:
 
 
 def all_that_was_read_is_graded(mp: pytest.MonkeyPatch) -> None:
-    """E1, verl#6392."""
+    """verl #6392."""
     real = Episode.completion
 
     def everything(self: Episode, finished: Any) -> Any:
@@ -64,7 +64,7 @@ def tags_of_documents_stay(mp: pytest.MonkeyPatch) -> None:
 
 
 def either_contains_the_other(mp: pytest.MonkeyPatch) -> None:
-    """E2, Visual-RFT#176."""
+    """Visual-RFT #176."""
     mp.setattr(
         search, "exact_match", lambda a, targets: a is not None and any(t in a or a in t for t in targets)
     )
@@ -77,12 +77,12 @@ def an_empty_answer_is_contained(mp: pytest.MonkeyPatch) -> None:
 
 
 def answer_in_text(mp: pytest.MonkeyPatch) -> None:
-    """E3, verifiers#763."""
+    """verifiers #763."""
     mp.setattr(search, "exact_match", lambda a, targets: a is not None and any(t in a for t in targets))
 
 
 def the_first_answer_counts(mp: pytest.MonkeyPatch) -> None:
-    """E4, Search-R1#79."""
+    """Search-R1 #79."""
     real = search.parse_action
 
     def first(text: str) -> Any:

@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 
 
 def fresh_moments(mp: pytest.MonkeyPatch) -> None:
-    """S1, NeMo-RL#3171."""
+    """NeMo-RL #3171."""
     real = Trainer.restore
 
     def fresh(self: Trainer, *given: Any) -> None:
@@ -29,13 +29,13 @@ def fresh_moments(mp: pytest.MonkeyPatch) -> None:
 
 
 def schedule_from_the_start(mp: pytest.MonkeyPatch) -> None:
-    """S2, Automodel#763."""
+    """Automodel #763."""
     real = Trainer.restore
     mp.setattr(Trainer, "restore", lambda self, state, updates, *given: real(self, state, 0, *given))
 
 
 def step_count_of_adam(mp: pytest.MonkeyPatch) -> None:
-    """S3, TransformerEngine#1986."""
+    """TransformerEngine #1986."""
     real = Trainer.restore
 
     def stale(self: Trainer, *given: Any) -> None:
@@ -46,12 +46,12 @@ def step_count_of_adam(mp: pytest.MonkeyPatch) -> None:
 
 
 def order_from_the_start(mp: pytest.MonkeyPatch) -> None:
-    """S4, verl#3457."""
+    """verl #3457."""
     mp.setattr(TaskCursor, "restore", lambda self, state: None)
 
 
 def skipped_tasks(mp: pytest.MonkeyPatch) -> None:
-    """S5, OpenRLHF#1322."""
+    """OpenRLHF #1322."""
     real = TaskCursor.restore
 
     def skips(self: TaskCursor, state: Any) -> None:
@@ -62,7 +62,7 @@ def skipped_tasks(mp: pytest.MonkeyPatch) -> None:
 
 
 def seeds_from_the_start(mp: pytest.MonkeyPatch) -> None:
-    """S6, ms-swift#9935: they are counted from 0 where the resumed process would start."""
+    """ms-swift #9935: they are counted from 0 where the resumed process would start."""
     number, build = [itertools.count()], module.build_learner
 
     def again(*given: Any) -> Any:
@@ -74,7 +74,7 @@ def seeds_from_the_start(mp: pytest.MonkeyPatch) -> None:
 
 
 def other_master_weights(mp: pytest.MonkeyPatch) -> None:
-    """S7, Megatron-LM#6920."""
+    """Megatron-LM #6920."""
     real = Trainer.restore
 
     def other(self: Trainer, *given: Any) -> None:

@@ -20,7 +20,7 @@ advantage: Any = import_module("megatron_stppo.training.advantage")
 
 
 def one_token_late(mp: pytest.MonkeyPatch) -> None:
-    """A1, trl#5338."""
+    """trl #5338."""
     real = packing.without_tokens
 
     def late(*given: Any) -> Any:
@@ -32,7 +32,7 @@ def one_token_late(mp: pytest.MonkeyPatch) -> None:
 
 
 def lost_before_an_observation(mp: pytest.MonkeyPatch) -> None:
-    """A2, miles#1827."""
+    """miles #1827."""
     real = History.observe
 
     def lost(self: History, ids: Any) -> None:
@@ -43,7 +43,7 @@ def lost_before_an_observation(mp: pytest.MonkeyPatch) -> None:
 
 
 def return_ends_at_observations(mp: pytest.MonkeyPatch) -> None:
-    """A3, verl#7278."""
+    """verl #7278."""
     real = advantage._gae
 
     def ended(batch: Any, reward_T: Any, algorithm: Any) -> Any:
@@ -54,7 +54,7 @@ def return_ends_at_observations(mp: pytest.MonkeyPatch) -> None:
 
 
 def for_the_turn_before(mp: pytest.MonkeyPatch) -> None:
-    """A4, verl#6310."""
+    """verl #6310."""
 
     def before(self: History, reward: float) -> None:
         if self.turns:

@@ -15,7 +15,7 @@ from tests.ranks import run_ranks
 
 
 def decoded_and_encoded_again(mp: pytest.MonkeyPatch) -> None:
-    """T1, trl#5224."""
+    """trl #5224."""
     real = Episode.add_turn
 
     def again(self: Episode, finished: Any) -> None:
@@ -29,7 +29,7 @@ def decoded_and_encoded_again(mp: pytest.MonkeyPatch) -> None:
 
 
 def shifted_logprobs(mp: pytest.MonkeyPatch) -> None:
-    """T2, rllm#816."""
+    """rllm #816."""
     real = History.add
 
     def shifted(self: History, finished: Any) -> None:
@@ -39,7 +39,7 @@ def shifted_logprobs(mp: pytest.MonkeyPatch) -> None:
 
 
 def doubled_first_token(mp: pytest.MonkeyPatch) -> None:
-    """T3, trl#3856."""
+    """trl #3856."""
     real = episode.encode_chat
 
     def doubled(tokenizer: Any, messages: Any) -> list[int]:
@@ -50,13 +50,13 @@ def doubled_first_token(mp: pytest.MonkeyPatch) -> None:
 
 
 def missing_first_token(mp: pytest.MonkeyPatch) -> None:
-    """T4, marin#7179."""
+    """marin #7179."""
     real = episode.encode_chat
     mp.setattr(episode, "encode_chat", lambda tokenizer, messages: real(tokenizer, messages)[1:])
 
 
 def doubled_end_of_a_turn(mp: pytest.MonkeyPatch) -> None:
-    """T5, verl#6719."""
+    """verl #6719."""
     real = episode.encode_after
     mp.setattr(
         episode,
@@ -66,7 +66,7 @@ def doubled_end_of_a_turn(mp: pytest.MonkeyPatch) -> None:
 
 
 def control_tokens_of_observations(mp: pytest.MonkeyPatch) -> None:
-    """E5, gemma#770."""
+    """gemma #770."""
     mp.setattr(
         episode, "encode_plain", lambda tokenizer, text: tokenizer.encode(text, add_special_tokens=False)
     )

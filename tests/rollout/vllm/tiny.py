@@ -26,6 +26,9 @@ TEMPLATE = (
 )
 # the class prefix in transformers, and the family's settings besides the common sizes
 OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
 }

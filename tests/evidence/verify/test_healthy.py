@@ -1,0 +1,56 @@
+"""No check of `verify` fails in healthy runs: families, presets, layouts, adapters and replicas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_stppo.algorithm.variants import VARIANTS
+from tests.rollout.vllm.tiny import build_model
+from tests.training.loop import small_run
+
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral")
+LAYOUTS = {
+    "tensor": ("parallel.tensor=2",),
+    "sequence": ("parallel.tensor=2", "parallel.sequence=true"),
+    "pipeline": ("parallel.tensor=1", "parallel.pipeline=2"),
+    "context": ("parallel.tensor=1", "parallel.context=2"),
+    "data": ("parallel.tensor=1",),
+    "distributed optimizer": ("parallel.tensor=1", "update.actor.distributed=true"),
+    "engine on both ranks": ("parallel.tensor=1", "rollout.engine_tensor=2"),
+}
+ONE, ADAPTERS = ("parallel.tensor=1",), ("model.lora.rank=4",)
+SERVED = (*ONE, "serving.replicas=1")
+RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, overrides)}
+    **{f"{family}": (1, family, ONE) for family in FAMILIES},
+    **{f"{family}, experts": (2, family, LAYOUTS["sequence"]) for family in ("qwen3_moe", "mixtral")},
+    **{
+        f"{family}, adapters {sync}": (1, family, (*ONE, *ADAPTERS, f"model.lora.sync={sync}"))
+        for family in FAMILIES[:3]
+        for sync in ("merged", "adapter")
+    },
+    **{name: (1, "qwen3", (*ONE, f"algorithm.preset={name}")) for name in VARIANTS if name != "distil"},
+    **{f"layout {name}": (2, "qwen3", given) for name, given in LAYOUTS.items()},
+    "expert parallelism": (2, "qwen3_moe", (*ONE, "parallel.expert=2")),
+    "recomputation": (1, "qwen3", (*ONE, "model.recompute=full")),
+    "offload": (1, "qwen3", (*ONE, "update.offload=all")),
+    "replica": (1, "qwen3", SERVED),
+    "replica, adapters": (1, "qwen3", (*SERVED, *ADAPTERS)),
+    "replica, two ranks": (2, "qwen3", (*LAYOUTS["tensor"], "serving.replicas=1")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+def test_a_healthy_run_has_no_failed_check(name: str, tmp_path: Path) -> None:
+    ranks, family, given = RUNS[name]
+    config = small_run.write(tmp_path)
+    build_model(tmp_path / "own", family)
+    out = tmp_path / "verify.json"
+    words = ("verify", str(config), f"model.path={tmp_path / 'own'}", "environment.max_turns=3", *given)
+    done = small_run.run_command((*words, "--json", str(out)), ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    lines = json.loads(out.read_text())
+    assert {line["verdict"] for line in lines} <= {"ok", "skipped"} and len(lines) >= 12
