@@ -21,7 +21,7 @@ commands = command_group()
         "megatron-stppo verify config.yaml",
         "megatron-stppo verify config.yaml model.lora.rank=32 --json verify.json",
         "torchrun --standalone --nproc-per-node 8 -m megatron_stppo verify config.yaml --layers 0",
-        "sbatch --nodes=1 examples/slurm/verify.sbatch examples/qwen2.5-32b/config.yaml",
+        "sbatch --nodes=1 examples/slurm/verify.sbatch examples/qwen2.5-7b/config.yaml",
     )
 )
 def verify(
@@ -40,13 +40,14 @@ def verify(
     """Check weights, gradients, optimizer, rewards, tokens and resume of a configuration before a long run;
     exit 1 if a check fails."""
     from megatron_stppo.replicas.wire import address
-    from megatron_stppo.validation import checks
+    from megatron_stppo.validation import checks, run_folder
 
     settings = open_config(config, overrides, "verify")
     if output is not None:
         checks.check_folder("--json", output.parent)
     run = settings.run.model_copy(update={"name": f"{settings.run.name[:57]}-verify"})
     settings = settings.model_copy(update={"run": run})
+    run_folder.check_new(settings, "`verify` would remove it; move it, or give another run.name")
     if settings.serving.replicas is not None:
         address.check(settings.serving.address, settings.serving.start, os.environ)
     lock(settings)

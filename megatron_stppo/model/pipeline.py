@@ -46,8 +46,10 @@ class Packer:
     hidden: int  # hidden size of the model, for `cost`
     device: torch.device | str | int
     by_route: bool = False  # prefixes are shared only where their recorded experts agree too
-    # {list of trajectories: [(batch, its microbatches)]}, see `keep`
-    kept: dict[tuple[int, ...], list[tuple[Batch, Sequence[Microbatch]]]] = field(default_factory=dict)
+    # {list of trajectories: [(batch, its microbatches)]}, see `keep`; a replaced Packer has its own
+    kept: dict[tuple[int, ...], list[tuple[Batch, Sequence[Microbatch]]]] = field(
+        default_factory=dict, init=False
+    )
 
     @classmethod
     def of(cls, config: Config, shape: ModelShape, mesh: MeshRank) -> Packer:

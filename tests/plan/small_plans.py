@@ -110,7 +110,10 @@ def head_types(folder: str) -> dict[str, tuple[int, int]]:
 
     found = {}
     for head_dtype in ("auto", "float32", "model"):
-        (stage,) = plan(settings(folder, {"dtype": "auto", "head_dtype": head_dtype}, {}), 1).use.stages
+        config = settings(folder, {"dtype": "auto", "head_dtype": head_dtype}, {})
+        # chunks of so many rows that the head takes more memory than a layer
+        update = config.update.model_copy(update={"logit_rows": 1000})
+        (stage,) = plan(config.model_copy(update={"update": update}), 1).use.stages
         found[head_dtype] = (stage.logits, stage.models["actor"].working)
     return found
 

@@ -31,7 +31,7 @@ from megatron_stppo.weights.reshard.verify import ReshardError
 
 WEIGHTS, CACHE = "weights arrive", "the prefix cache is fresh"
 PROMPTS, PROMPT, ANSWER = 24, 300, 8  # prompts of random tokens, their length, and that of their answers
-RATE, FASTER, STEPS = 1e-3, 4.0, 6  # learning rate of the step; its factor if it moves too little; attempts
+RATE, FASTER, STEPS = 1e-5, 4.0, 8  # learning rate of the step; its factor if it moves too little; attempts
 MOVED = 20.0  # how far a step must move the log-probs, in limits of the mean difference
 
 
@@ -58,8 +58,12 @@ def arrival(stage: Stage) -> Iterator[Checked]:
     said, stale, seen = list[str](), list[str](), _seen(stage)
     wrong = kept = ""
     for _ in range(2):
+        stage.rollouts.load_for("score")
         before = stage.weights()
-        moved = large_step(stage)
+        moved, needed = large_step(stage)
+        if not moved > needed:
+            wrong = f"{STEPS} steps move the log-probs by {moved:.2g} nats, and {needed:.2g} would show"
+            break
         try:
             stage.publish()
         except ReshardError as error:
@@ -81,7 +85,9 @@ def arrival(stage: Stage) -> Iterator[Checked]:
     yield judged(WEIGHTS, not wrong, wrong or "; ".join(said), REMEDY[bool(stage.config.model.lora.rank)])
     if wrong or not seen:
         yield Checked(
-            CACHE, "skipped", "the weights do not arrive" if wrong else "no prompt fills a block of it"
+            CACHE,
+            "skipped",
+            "the weights do not arrive" if wrong else "there is none, or no prompt fills a block",
         )
         return
     yield judged(
@@ -99,7 +105,9 @@ def _seen(stage: Stage) -> bool:
     stage.publish()  # wakes a colocated engine
     _random_prompts(stage, seed=0)
     worker = stage.rollouts
-    return not isinstance(worker, Worker) or _length(stage) > worker.engine.block_size
+    if not isinstance(worker, Worker):
+        return True
+    return 0 < worker.engine.prefix_block < _length(stage)
 
 
 REMEDY = {
@@ -142,10 +150,10 @@ def agreement(stage: Stage, episodes: Sequence[Trajectory], before: Sequence[Ten
     )
 
 
-def large_step(stage: Stage) -> float:
+def large_step(stage: Stage) -> tuple[float, float]:
     """Take optimizer steps with a large learning rate until the log-probs of the episodes have moved far.
 
-    Collective. Return by how much, in nats, on average. The advantages are random.
+    Collective. Return by how much, in nats, on average, and how much is needed. The advantages are random.
     """
     actor, packer = stage.actor, stage.learner.packer
     head, given = stage.learner.head(actor.model), replace(stage.batch, old_logprob_T=None)
@@ -164,7 +172,7 @@ def large_step(stage: Stage) -> float:
         if moved > needed:
             break
         rate *= FASTER
-    return moved
+    return moved, needed
 
 
 def _length(stage: Stage) -> int:

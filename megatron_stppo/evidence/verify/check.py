@@ -7,6 +7,7 @@ are, and the last ones change them. The very last one leaves the run's models un
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
+from megatron_stppo.data import tasks
 from megatron_stppo.evidence.verify.arrival import arrival
 from megatron_stppo.evidence.verify.fair import fair
 from megatron_stppo.evidence.verify.gradient import gradient
@@ -22,8 +24,9 @@ from megatron_stppo.evidence.verify.optimizer import adam
 from megatron_stppo.evidence.verify.ratio import first_ratio
 from megatron_stppo.evidence.verify.resume import resume
 from megatron_stppo.evidence.verify.rewards import landing
-from megatron_stppo.evidence.verify.stage import Checked, Stage
+from megatron_stppo.evidence.verify.stage import TASKS, Checked, Stage, small
 from megatron_stppo.evidence.verify.tokens import exact
+from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.training.loop import Assemble
 
 Check = Callable[[Stage], Iterator[Checked]]  # collective; equal findings on every rank
@@ -43,15 +46,23 @@ CHECKS: tuple[Check, ...] = (
 def verify(config: Config, assemble: Assemble, output: Path | None = None) -> bool:
     """Run all checks and print a line for each. Return whether none fails. Collective.
 
-    assemble: as for `loop.train`. output: a JSON file for the findings. Raises ConfigError.
+    assemble: as for `loop.train`. output: a JSON file for the findings, also if a check raises. The run's
+    folder is removed. Raises ConfigError.
     """
-    stage = Stage.of(config, assemble(config, False))
-    findings = list(findings_of(stage, CHECKS))
-    stage.rollouts.close()
-    if process.rank() == 0:
-        if output is not None:
-            output.write_text(json.dumps([asdict(one) for one in findings], indent=1) + "\n")
-        shutil.rmtree(config.run.folder, ignore_errors=True)
+    assert config.data.train is not None, "validation/checks.py requires it"
+    layout = Layout.of_world(process.world_size(), config.parallel)
+    config = small(config, layout.data, min(TASKS, len(tasks.read(config.data.train))))
+    findings: list[Checked] = []
+    try:
+        stage = Stage.of(config, assemble(config, False))
+        for finding in findings_of(stage, CHECKS):
+            findings.append(finding)  # those so far are written if a later check raises
+        stage.rollouts.close()
+    finally:
+        if int(os.environ["RANK"]) == 0:  # close() has ended the process groups
+            if output is not None:
+                output.write_text(json.dumps([asdict(one) for one in findings], indent=1) + "\n")
+            shutil.rmtree(config.run.folder, ignore_errors=True)
     return all(one.verdict != "fails" for one in findings)
 
 
@@ -59,6 +70,6 @@ def findings_of(stage: Stage, checks: tuple[Check, ...]) -> Iterator[Checked]:
     """Yield the findings of the checks, and print each on the first rank. Collective."""
     for check in checks:
         for finding in check(stage):
-            if stage.learner.mesh.rank == 0:
+            if process.rank() == 0:
                 print(finding, flush=True)
             yield finding

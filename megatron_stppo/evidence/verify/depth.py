@@ -28,6 +28,7 @@ from megatron_stppo.validation.model_layout import check_stages
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 LEAST = 4  # layers, where the model has as many
+TURN_TOKENS, TURNS = 64, 3  # of an episode of a cut model, at most
 SETTINGS, COMPLETE = "config.json", ".complete"
 WAIT = 300.0  # seconds for the first rank to write the folders
 LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -52,7 +53,13 @@ def reduced(config: Config, layers: int | None = None, wait: float = WAIT) -> Co
     }
     if lora.path is not None and "path" in folders:
         lora = lora.model_copy(update={"path": _at(root, lora.path, layers, _write_adapter, wait)})
-    return config.model_copy(update={"model": model.model_copy(update=folders | {"lora": lora})})
+    cut: dict[str, Any] = {"model": model.model_copy(update=folders | {"lora": lora})}
+    if "path" in folders:  # such a model seldom ends a turn
+        r, e = config.rollout, config.environment
+        turn, turns = min(r.max_turn_tokens, TURN_TOKENS), min(e.max_turns, TURNS)
+        cut["rollout"] = r.model_copy(update={"max_turn_tokens": turn})
+        cut["environment"] = e.model_copy(update={"max_turns": turns})
+    return config.model_copy(update=cut)
 
 
 def default_layers(shape: ModelShape, layout: Layout) -> int:
@@ -104,7 +111,8 @@ def _write_model(source: Path, folder: Path, layers: int) -> None:
 
 
 def _is_per_layer(value: Any, layers: int) -> bool:
-    return isinstance(value, list) and len(value) == layers
+    texts = isinstance(value, list) and all(isinstance(one, str) for one in value)  # not token ids
+    return texts and len(value) == layers
 
 
 def _write_adapter(source: Path, folder: Path, layers: int) -> None:

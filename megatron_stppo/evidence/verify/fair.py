@@ -1,10 +1,11 @@
 """Checks that the environment pays for right answers only.
 
 The first rank plays scripted episodes without a model: those of `check-environment`, then hostile texts,
-which must earn no more than a policy that writes nothing. None of them contains an accepted answer, except
-the forged observations; a reward for one of these means that the parser takes what the environment writes
-for the policy's answer. Where the form of an answer is known, right answers must earn the full reward, and
-wrong ones that contain a right one, or a part of it, must not.
+none of which may solve a task, or earn what a right answer does. Credit for a part or for a form is allowed.
+None of the texts contains an accepted answer, except the forged observations; one of these that counts means
+that the parser takes what the environment writes for the policy's answer. Where the form of an answer is
+known, right answers must earn the full reward, and wrong ones that contain a right one, or a part of it, must
+not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron_stppo.rollout.episodes.check_environment import check, rewards
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.vllm.generation import Finished
 
-FAIR = "the environment is fair"
+CONTRACT, FAIR = "the environment keeps its contract", "the environment is fair"
 TASKS = 3  # that hostile texts are tried on
 FORGED = (
     "<tool_response>\n{}\n</tool_response>",
@@ -42,11 +43,20 @@ def fair(stage: Stage) -> Iterator[Checked]:
     if section.kind == choose.AGENT:
         yield Checked(FAIR, "skipped", "an agent's episode needs a policy; its reward is the agent's own")
         return
-    wrong, count = list[str](), 0
+    broken, wrong, count = list[str](), list[str](), 0
     if stage.learner.mesh.rank == 0:
-        wrong, count = _problems(section, stage.tasks[:TASKS], stage.rollouts.tokenizer)
+        broken, wrong, count = _problems(section, stage.tasks[:TASKS], stage.rollouts.tokenizer)
         wrong += _graded(stage)
-    wrong, count = decode(broadcast_bytes(encode([wrong, count]), 0), tuple[list[str], int])
+    said = encode([broken, wrong, count])
+    broken, wrong, count = decode(broadcast_bytes(said, 0), tuple[list[str], list[str], int])
+    slow = [line for line in broken if "blocked the event loop" in line]
+    faults = [line for line in broken if line not in slow]
+    yield judged(
+        CONTRACT,
+        not faults,
+        faults[0] if faults else slow[0] if slow else f"{count} episodes",
+        "environment.kind: `megatron-stppo check-environment` shows all problems",
+    )
     yield judged(
         FAIR,
         not wrong,
@@ -55,8 +65,10 @@ def fair(stage: Stage) -> Iterator[Checked]:
     )
 
 
-def _problems(section: EnvironmentConfig, tasks: Sequence[Task], tokenizer: Any) -> tuple[list[str], int]:
-    """Return what is wrong, and how many episodes were played."""
+def _problems(
+    section: EnvironmentConfig, tasks: Sequence[Task], tokenizer: Any
+) -> tuple[list[str], list[str], int]:
+    """Return the problems of `check-environment`, what is unfair, and how many episodes were played."""
     scripted = check(section, tasks)
     controls = "".join(str(t) for t in tokenizer.added_tokens_decoder.values() if t.special)
     texts = [
@@ -65,19 +77,22 @@ def _problems(section: EnvironmentConfig, tasks: Sequence[Task], tokenizer: Any)
         for kind, text in [("empty", ""), *hostile(section, task, controls)]
     ]
     played = rewards(section, [(task, text) for task, _, text in texts])
-    wrong, nothing, lenient = [*scripted.problems, *played.problems], 0.0, False
-    for (task, kind, text), reward in zip(texts, played.rewards, strict=False):
+    results = list(zip(texts, played.rewards, played.solved, strict=False))
+    nothing = {task.index: reward for (task, kind, _), reward, _ in results if kind == EMPTY}
+    full = {task.index: reward for (task, kind, _), reward, _ in results if kind == RIGHT}
+    lenient = any(solved for (_, kind, _), _, solved in results if kind == BARE)
+    wrong = list[str]()
+    for (task, kind, text), reward, solved in results:
         where = f"task {task.index}: {text[:60]!r} earns {reward:g}"
-        if kind == EMPTY:
-            nothing = reward if math.isfinite(reward) else 0.0
-        elif kind == BARE:
-            lenient = reward > nothing
-        elif kind == RIGHT:
-            full = reward >= 1 if section.reward is None else reward > nothing
-            wrong += [] if full else [f"{where}, and is right"]
-        elif reward > nothing + 1e-9 and not (lenient and kind == INSIDE):
-            wrong.append(f"{where}, and is {kind}; an empty action earns {nothing:g}")
-    return wrong, scripted.episodes + played.episodes
+        most, least = full.get(task.index, math.inf), nothing[task.index]
+        if kind == RIGHT:
+            enough = reward >= 1 if section.reward is None else reward > least
+            wrong += [] if enough else [f"{where}, and is right"]
+        elif kind not in (EMPTY, BARE) and not (lenient and kind == INSIDE):
+            if solved or (reward >= most > least):
+                wrong.append(f"{where}, and is {kind}; an empty action earns {least:g}")
+    broken = list(dict.fromkeys([*scripted.problems, *played.problems]))
+    return broken, wrong, scripted.episodes + played.episodes
 
 
 def hostile(section: EnvironmentConfig, task: Task, controls: str) -> Iterator[tuple[str, str]]:

@@ -38,6 +38,7 @@ from megatron_stppo.weights.sharding.hf_names import ModelShape
 GRADIENT = "the gradient is right"
 # A step with this learning rate changes no weight, and the gradients after it are those of the loss.
 STILL = {"lr": 0.0, "weight_decay": 0.0, "grad_clip": 1e30, "distributed": False}
+NONE = Slope(0.0, 0.0, 0.0)  # along the gradient of a part that has none
 LEAST = 0.3  # share of the slopes along gradients that must be judged
 REMEDY = (
     "model.layers, model.recompute, megatron, parallel: find the field with which this part's gradient is "
@@ -81,6 +82,8 @@ def finding(role: build.Role, judged: list[Judged]) -> Checked:
         for along, name in (("gradient", "slopes along gradients"), ("random", "along random directions"))
     )
     check = f"{GRADIENT}: {role}"
+    if bare := [one.where for one in judged if one.slope is NONE]:
+        return Checked(check, "fails", f"no gradient: {'; '.join(bare)}", REMEDY)
     if wrong:
         worst = max(wrong, key=lambda one: one.slope.used)
         return Checked(check, "fails", f"{len(wrong)} of {len(resolved)} slopes differ; {worst}", REMEDY)
@@ -106,7 +109,11 @@ def slopes(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank) 
         for along, direction in directions.items():
             if along == "random" or counted.dot(pieces, g, g) > 0:
                 slope = Direction(counted, pieces, direction, g).slope(f, scale, dtype)
-                found.append(Judged(f"{role}, {part}", along, slope))
+            elif part.startswith("experts"):  # they may have no token
+                continue
+            else:
+                slope = NONE
+            found.append(Judged(f"{role}, {part}", along, slope))
     return found
 
 

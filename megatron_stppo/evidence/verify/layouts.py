@@ -2,7 +2,8 @@
 
 The run's own layout computes it with micro-batches of a few trajectories, one and all, in the opposite order
 and without shared prefixes. At most OTHERS other layouts follow, those without data parallelism and with as
-much of it as possible first. `check-layouts` has all of them.
+much of it as possible first, but none whose ranks hold more than twice as many weights. `check-layouts` has
+all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def layouts(stage: Stage) -> Iterator[Checked]:
     It replaces the process groups, so that the run's models cannot be used afterwards: the last check.
     """
     stage.rollouts.load_for("score")  # the engine releases its memory
-    yield compared_layouts(stage.config, stage.learner.shape, stage.learner.mesh.world)
+    shape, world = stage.learner.shape, stage.learner.mesh.world
+    stage.drop_models()
+    yield compared_layouts(stage.config, shape, world)
     groups.replace(stage.config.parallel, stage.config.timeout)
 
 
@@ -68,12 +71,17 @@ def compared_layouts(config: Config, shape: ModelShape, world: int) -> Checked:
 def few(shape: ModelShape, world: int, given: ParallelConfig, budgets: list[int]) -> list[Case]:
     """Return the cases of the run's own layout, and at most OTHERS others."""
     every = cases(shape, world, given, budgets)
+    fit = [case for case in every if 2 * _shards(case.parallel) >= _shards(given)]
     others = sorted(
-        {case.parallel.model_dump_json(): case for case in every if case.parallel != given}.values(),
+        {case.parallel.model_dump_json(): case for case in fit if case.parallel != given}.values(),
         key=lambda case: Layout.of_world(world, case.parallel).data,
     )
     chosen = {id(case): case for case in [*others[:1], *others[::-1][: OTHERS - 1]]}
     return [case for case in every if case.parallel == given] + list(chosen.values())
+
+
+def _shards(parallel: ParallelConfig) -> int:
+    return parallel.tensor * parallel.pipeline * parallel.expert
 
 
 def _text(row: dict[str, Any]) -> str:

@@ -28,9 +28,9 @@ from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import groups_of
 from megatron_stppo.evidence.verify.rewards import rewarded
-from megatron_stppo.evidence.verify.stage import SAMPLES, TASKS, Checked, Stage, judged
+from megatron_stppo.evidence.verify.stage import Checked, Stage, judged
 from megatron_stppo.model.learner import Learner, build_learner
-from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.optimizer import Trainer, trained
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.training import loop
 from megatron_stppo.training.advantage import estimate
@@ -71,7 +71,7 @@ class Snapshot:
     def of(cls, learner: Learner) -> Snapshot:
         tensors, numbers = dict[str, list[Tensor]](), dict[str, Any]()
         for role, trainer in learner.trainers.items():
-            given = [t for chunk in trainer.chunks for t in (*chunk.parameters(), *chunk.buffers())]
+            given = [t for chunk in trainer.chunks for t in (*trained(chunk), *chunk.buffers())]
             for what, some in (("weights", given), ("optimizer", list(trainer.states()))):
                 tensors[f"{role}: {what}"] = [t.detach().to("cpu", copy=True) for t in some]
             numbers[f"{role}: steps"] = (
@@ -121,6 +121,7 @@ def resume(stage: Stage) -> Iterator[Checked]:
     rollouts.publish(start)
     first = _iterate(stage)
     rollouts.load_for("checkpoint")
+    del guard, saver  # they hold the models
     _replace_models(stage)
     guard, saver = _kept(stage)
     iteration, _ = loop.restore(rollouts, saver, guard)
@@ -150,17 +151,13 @@ def resume(stage: Stage) -> Iterator[Checked]:
 
 
 def _small(config: Config) -> Config:
-    """Return the configuration with few episodes of an iteration, and with steps of the actor in all.
+    """Return the configuration with steps of the actor in all iterations, and without more episodes.
 
     The engine waits for tools: otherwise their time decides which turns it computes together, and the last
     bits of the log-probs.
     """
     r = config.rollout
-    few = {
-        "tasks_per_iteration": min(TASKS, r.tasks_per_iteration),
-        "samples_per_task": min(SAMPLES, r.samples_per_task),
-    }
-    rollout = r.model_copy(update=few | {"resample": 0, "overlap_tools": False})
+    rollout = r.model_copy(update={"resample": 0, "overlap_tools": False})
     every = config.update.model_copy(update={"critic_only": 0})
     return config.model_copy(update={"rollout": rollout, "update": every})
 
@@ -216,6 +213,7 @@ def _replace_models(stage: Stage) -> None:
             trainer.updates = trainer.skipped = trainer.warmup = 0
         return
     config, shape, mesh = learner.config, learner.shape, learner.mesh
+    rollouts.engine.published = lambda: -1  # that of the reshard holds the weights
     del rollouts.reshard, rollouts.learner, learner  # a GPU has no room for both
     gc.collect()
     torch.cuda.empty_cache()

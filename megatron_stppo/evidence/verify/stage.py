@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from megatron_stppo.model.pipeline import logprobs
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.episodes.play import request_seed
 from megatron_stppo.rollout.episodes.playable import playable
+from megatron_stppo.training.colocated import Worker
 from megatron_stppo.training.own import Own
 from megatron_stppo.training.rollouts import Rollouts, rollout_settings, seed_of
 from megatron_stppo.training.stages import distribute, score
@@ -28,7 +30,9 @@ from megatron_stppo.training.update.actor_step import minibatch_weights
 from megatron_stppo.training.update.minibatches import minibatches
 
 Verdict = Literal["ok", "fails", "skipped"]
-TASKS, SAMPLES = 6, 4  # enough trajectories for limits.resemblance
+TASKS = 6  # of data.train
+LEAST = 24  # episodes: enough for limits.resemblance
+MINIBATCHES = 2  # at most
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,18 @@ class Checked:
 def judged(check: str, holds: bool, measured: str, remedy: str) -> Checked:
     """Return the finding of a check that ran. remedy: for one that fails."""
     return Checked(check, "ok", measured) if holds else Checked(check, "fails", measured, remedy)
+
+
+def small(config: Config, data: int, tasks: int) -> Config:
+    """Return the configuration with iterations of few episodes, which every minibatch and rank has some of.
+
+    data: the size of data parallelism. tasks: those that there are.
+    """
+    steps = min(config.update.minibatches, MINIBATCHES)
+    each = -(-max(LEAST, 2 * steps * data) // tasks)
+    few = {"tasks_per_iteration": tasks, "samples_per_task": each}
+    update = config.update.model_copy(update={"minibatches": steps})
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=few), "update": update})
 
 
 @dataclass
@@ -89,13 +105,23 @@ class Stage:
         return self.learner.actor
 
     def play(self, seed: int = 0) -> Played:
-        """Play SAMPLES episodes of each task with the published version."""
+        """Play the episodes of an iteration with the published version."""
         settings = replace(rollout_settings(self.config), top_p=1.0)  # engine and trainer then agree
-        return self.rollouts.play(self.tasks, SAMPLES, settings, seed_of(self.config.run, seed))
+        samples = self.config.rollout.samples_per_task
+        return self.rollouts.play(self.tasks, samples, settings, seed_of(self.config.run, seed))
 
     def record(self, number: int) -> Said | None:
         """Return what the environment of an episode has said; None if it is not recorded."""
         return self._records.get(request_seed(seed_of(self.config.run, 0), number, 0))
+
+    def drop_models(self) -> None:
+        """Free the models of the run. Only the engine can be closed afterwards."""
+        rollouts = self.rollouts
+        if isinstance(rollouts, Worker):
+            rollouts.engine.published = lambda: -1  # that of the reshard holds the weights
+            del rollouts.reshard, rollouts.learner
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def publish(self) -> None:
         """Serve the policy's weights as the next version."""

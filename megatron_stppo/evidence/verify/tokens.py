@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from megatron_stppo.base.types import FAILED, Message, Turn
@@ -26,6 +27,7 @@ PLACE = "verifyplace"  # stands for an answer of the policy
 TEXT = "\n\nIt is 21 km.\n  Go on: "
 ANSWER = 6  # tokens of a scripted answer
 FAR = 10**7  # a limit that nothing reaches
+MERGED = 8  # tokens that a text may have more or less within a message
 Conversation = list[dict[str, Any]]
 
 
@@ -72,16 +74,17 @@ class _Reader:
             record = self._stage.record(number)
             if trajectory.outcome in FAILED or trajectory.overlong_prompt:
                 continue
-            messages = record.messages if record is not None else trajectory.task.prompt
-            conversation, context = [one.as_dict() for one in messages], list(trajectory.prompt_ids)
-            if not any(self._has_special(one.content) for one in messages):
+            if record is None:  # of a replica: its environment may have changed the prompt
+                continue
+            conversation, context = [one.as_dict() for one in record.messages], list(trajectory.prompt_ids)
+            if not any(self._has_special(one.content) for one in record.messages):
                 yield from self._prompt(f"episode {number}", conversation, context)
             for place, turn in enumerate(trajectory.turns):
                 where = f"episode {number}, observation {place + 1}"
                 context += turn.token_ids
-                cut = len(turn.observation_ids) >= self._limits.max_observation_tokens
-                if record is not None and turn.observation_ids and not cut:
-                    text = record.observations[place]
+                text = record.observations[place] if place < len(record.observations) else ""
+                whole = len(self._encoded(text)) + self._frame  # one that is longer was cut
+                if turn.observation_ids and whole <= self._limits.max_observation_tokens:
                     yield from self._observation(where, conversation, context, turn, text)
                 context += turn.observation_ids
 
@@ -144,7 +147,7 @@ class _Reader:
             read = self._tokenizer.decode(
                 [*context, *ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
-            if not read.endswith(text):
+            if not read.endswith(self._normal(text)):
                 yield f"{where}: is read as {read[-len(text) :][:60]!r}, and its text is {text[:60]!r}"
             if control := [self._special[i] for i in ids if i in self._special]:
                 yield f"{where}: has the control token {control[0]} of its text"
@@ -164,8 +167,30 @@ class _Reader:
         found = sum(i in self._special for i in ids)
         if found != needed:
             yield f"{where}: has {found} control tokens, not {needed}: text became control tokens"
-        if text.strip() not in self._tokenizer.decode(list(ids), skip_special_tokens=False):
+        if self._normal(text).strip() not in self._tokenizer.decode(list(ids), skip_special_tokens=False):
             yield f"{where}: its text is not in its tokens"
+
+    @cached_property
+    def _frame(self) -> int:
+        """The tokens of a message of the environment beside its text, a few more for merged ones."""
+        if not self._limits.new_message:
+            return 0
+        conversation = [{"role": role, "content": PLACE} for role in ("user", "assistant")]
+        message = self._after([*conversation, {"role": "user", "content": TEXT}], -1)
+        return len(message) - len(self._encoded(TEXT)) + MERGED
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True)[
+            "input_ids"
+        ]
+        return ids
+
+    def _normal(self, text: str) -> str:
+        """Return the text as the tokenizer reads it: some bring characters into another form."""
+        read: str = self._tokenizer.decode(
+            self._encoded(text), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return read
 
     def _after(self, conversation: Conversation, last: int | None) -> list[int]:
         """Return the ids of the template's text after the policy's last answer; `last` is its last token.

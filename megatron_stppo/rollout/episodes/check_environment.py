@@ -38,6 +38,7 @@ class Found:
     turns: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     rewards: list[float] = field(default_factory=list)  # of the function `rewards`; NaN: a call failed
+    solved: list[bool] = field(default_factory=list)  # of the same episodes: whether the outcome was ok
 
     def add(self, problem: str) -> None:
         line = " ".join(problem.split())
@@ -64,6 +65,7 @@ def rewards(section: EnvironmentConfig, episodes: Sequence[tuple[Task, str]]) ->
             results = [one for one in played or () if isinstance(one, StepResult)]
             reward = math.fsum(one.reward for one in results)
             player.found.rewards.append(reward if played is not None else math.nan)
+            player.found.solved.append(any(one.outcome == "ok" for one in results))
 
     return _found(section, play)
 

@@ -307,9 +307,10 @@ class Engine:
         return len(self._requests)
 
     @property
-    def block_size(self) -> int:
-        """The number of tokens of a block of the key-value cache; the prefix cache holds whole blocks."""
-        return int(self._llm.vllm_config.cache_config.block_size)
+    def prefix_block(self) -> int:
+        """The number of tokens of a block of the prefix cache, which holds whole blocks; 0: there is none."""
+        cache = self._llm.vllm_config.cache_config
+        return int(cache.block_size) if cache.enable_prefix_caching else 0
 
     @property
     def computed_tokens(self) -> int:

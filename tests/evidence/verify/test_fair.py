@@ -44,8 +44,8 @@ def problems(section: EnvironmentConfig) -> list[str]:
         tasks=TASKS,
         config=SimpleNamespace(environment=section),
     )
-    wrong, _ = fair._problems(section, TASKS, tokenizer)
-    return wrong + list(fair._graded(stage))
+    broken, wrong, _ = fair._problems(section, TASKS, tokenizer)
+    return broken + wrong + list(fair._graded(stage))
 
 
 def all_that_was_read_is_graded(mp: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def lenient(section: EnvironmentConfig) -> Callable[[], Grader]:
 
 def test_a_forged_observation_must_not_earn_unless_an_answer_needs_no_form() -> None:
     base = EnvironmentConfig.model_validate({"kind": f"{__name__}:reader", "max_turns": 1}).beside(Path.cwd())
-    (one, other) = fair._problems(base, TASKS, build_tokenizer())[0]
+    (one, other) = fair._problems(base, TASKS, build_tokenizer())[1]
     assert "is a forged observation" in one and "is a forged observation" in other
     free = base.model_copy(update={"kind": f"{__name__}:lenient"})
-    assert fair._problems(free, TASKS, build_tokenizer())[0] == []
+    assert fair._problems(free, TASKS, build_tokenizer())[:2] == ([], [])
