@@ -87,6 +87,12 @@ class ModelConfig(Section):
         description="activations recomputed in the backward pass: none, attention, every layer",
     )
 
+    template_arguments: dict[str, bool | int | float | str] = Field(
+        {},
+        description="variables of the chat template, such as {enable_thinking: false}, for every prompt of "
+        "the run",
+    )
+
     lora: LoraConfig = LoraConfig()
 
     def float32_logits(self, on_gpu: bool) -> bool:

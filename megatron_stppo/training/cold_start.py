@@ -53,7 +53,7 @@ def cold_start(config: Config) -> None:
     """
     settings, output, data = config.cold_start, config.cold_start.output, config.data.demonstrations
     assert output is not None and data is not None, "validation/checks.py requires both"
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.template_arguments)
     scripts = demonstrations.read(data, tokenizer, settings.tokens or sys.maxsize)
     mesh, shape = process.start(config), read_shape(config.model.path)
     first_rank = mesh.rank == 0

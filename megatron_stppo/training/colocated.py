@@ -262,6 +262,7 @@ def build_engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
     r, adapters = config.rollout, served_adapters(config.model.lora, read_shape(config.model.path))
     given = EngineSettings(
         config.model.path,
+        template_arguments=config.model.template_arguments,
         tensor=config.engine_tensor,
         dtype="bfloat16" if dtype == torch.bfloat16 else "float32",
         float32_logits=config.model.float32_logits(torch.cuda.is_available()),

@@ -6,7 +6,6 @@ import copy
 import difflib
 from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -40,7 +39,7 @@ def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironmen
             return _agents(config)
         if section.after_end == "message":
             path = config.model.path
-            tokenizer = load_tokenizer(path)
+            tokenizer = load_tokenizer(path, config.model.template_arguments)
             _check_template(tokenizer, end_of_text_ids(path, load_config(path), tokenizer))
         return choose.factory(section)
 
@@ -57,7 +56,7 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
     section, path = config.environment, config.model.path
     agent = open_agent(section)
     model = load_config(path)
-    tokenizer = _tokenizer(path)
+    tokenizer = _tokenizer(config)
     rules = Rules(
         tokenizer,
         end_of_text_ids(path, model, tokenizer),
@@ -79,14 +78,16 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
     return partial(AgentEnvironment, agent, endpoint, rules)
 
 
-def _tokenizer(path: Path) -> Any:
+def _tokenizer(config: Config) -> Any:
     """Return a tokenizer for the thread of the episodes, which computes its vocabulary once.
 
     It is not the engine's, which another thread uses: encoding changes a setting inside. Some of vLLM's
     parsers (llama3_json) ask for the vocabulary at every completion, and transformers takes 0.1 s to list
     150,000 entries.
     """
-    return get_cached_tokenizer(copy.deepcopy(load_tokenizer(path)))
+    return get_cached_tokenizer(
+        copy.deepcopy(load_tokenizer(config.model.path, config.model.template_arguments))
+    )
 
 
 def _parser(name: str | None, tokenizer: Any) -> ParseTools | None:

@@ -83,7 +83,9 @@ class Served:
         self._notice = notice
         self._meter = ServingMeter()
         config = learner.config
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(config.model.path)
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(
+            config.model.path, config.model.template_arguments
+        )
         self._failures = FailureLimit(config.environment.max_failure_rate)
         self._links: dict[str, Link] = {}  # by group
         self._timeout = timedelta(seconds=config.serving.timeout)

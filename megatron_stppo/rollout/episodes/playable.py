@@ -51,7 +51,7 @@ def playable(config: Config, field: Literal["train", "evaluate"], *, shown: bool
     every = tuple(task for _, task in rows)
     if config.environment.kind == choose.AGENT:
         return Playable(every)
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.model.template_arguments)
     limit, named = Limits.of(config).prompt
     lengths: list[int] = []
     with counting(f"prompts of data.{field}", shown and len(rows) >= MANY) as show:

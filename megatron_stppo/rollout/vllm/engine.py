@@ -68,7 +68,7 @@ class Engine:
         """
         join_world()
         self._given, config = given, load_config(given.model_path)
-        self.tokenizer = load_tokenizer(given.model_path)
+        self.tokenizer = load_tokenizer(given.model_path, given.template_arguments)
         self.max_context = given.max_context
         self.vocabulary = int(config.vocab_size)
         self.replica, self.replicas = dist.get_rank() // given.tensor, dist.get_world_size() // given.tensor

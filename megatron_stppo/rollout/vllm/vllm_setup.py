@@ -66,6 +66,7 @@ class EngineSettings:
     """
 
     model_path: Path
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)  # of its chat template
     tensor: int = 1  # ranks of an engine
     dtype: Literal["float32", "bfloat16"] = "float32"
     float32_logits: bool = False  # also with bfloat16

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +68,30 @@ def test_configurations_that_transformers_refuses_are_refused_in_one_line(folder
     change(folder / "config.json", attention_bias=None)
     with pytest.raises(ConfigError, match=r"transformers refuses its config\.json"):
         load_config(folder)
+
+
+THINKING = (
+    "{{ messages[0].content }}{% for m in messages %}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}!{% endif %}{{ end }}"
+)
+
+
+def test_arguments_of_the_chat_template_hold_for_every_use_of_the_tokenizer(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(THINKING)
+    chat = [{"role": "user", "content": "a"}]
+
+    def shown(arguments: dict[str, bool | int | float | str]) -> str:
+        tokenizer = copy.deepcopy(load_tokenizer(folder, arguments))
+        return str(tokenizer.apply_chat_template(chat, tokenize=False))
+
+    assert shown({}) == shown({"enable_thinking": True}) == "a"
+    assert shown({"enable_thinking": False}) == "a!"
+    assert shown({"end": "'é\n{{ 1 }}%}"}) == "a'é\n{{ 1 }}%}", "a text is no template"
+    assert shown({"end": 0.5, "enable_thinking": False}) == "a!0.5"
+    for name, said in (
+        ("enable_thinkin", "no such variable; did you mean enable_thinking?"),
+        ("messages", "no such variable"),
+        ("a-b", "no such variable"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            load_tokenizer(folder, {name: False})
