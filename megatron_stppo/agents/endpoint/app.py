@@ -19,10 +19,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_stppo.agents.endpoint import body
-from megatron_stppo.agents.endpoint.asks import Ask, chat_ask, text_ask
-from megatron_stppo.agents.endpoint.body import Refusal
-from megatron_stppo.agents.endpoint.reply import (
+from megatron_stppo.agents.endpoint.session import ENDED, Session
+from megatron_stppo.agents.protocols import body
+from megatron_stppo.agents.protocols.asks import Ask, chat_ask, text_ask
+from megatron_stppo.agents.protocols.body import Refusal
+from megatron_stppo.agents.protocols.reply import (
     Json,
     Reply,
     chat_chunks,
@@ -30,7 +31,6 @@ from megatron_stppo.agents.endpoint.reply import (
     text_chunks,
     text_object,
 )
-from megatron_stppo.agents.endpoint.session import ENDED, Session
 
 log = logging.getLogger(__name__)
 # The same answer for an unknown name, a name of another episode and a wrong token.

@@ -18,11 +18,11 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParser
 
-from megatron_stppo.agents.endpoint.asks import Ask
-from megatron_stppo.agents.endpoint.body import Refusal
-from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
 from megatron_stppo.agents.endpoint.histories import Histories, Match
-from megatron_stppo.agents.endpoint.reply import Reply
+from megatron_stppo.agents.protocols.asks import Ask
+from megatron_stppo.agents.protocols.body import Refusal
+from megatron_stppo.agents.protocols.chat_messages import compared, template_messages
+from megatron_stppo.agents.protocols.reply import Reply
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.text.conversation import encode_after, encode_conversation
 from megatron_stppo.data.text.plain_text import decode_plain, encode_plain

@@ -13,8 +13,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_stppo.agents.endpoint.app import Doors, application
-from megatron_stppo.agents.endpoint.asks import Ask
 from megatron_stppo.agents.endpoint.session import DEFAULT, EndpointLimits, Session
+from megatron_stppo.agents.protocols.asks import Ask
 
 HOST = "127.0.0.1"
 MAX_HEAD = 2**14  # bytes of the head of a request

@@ -11,8 +11,8 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from megatron_stppo.agents.endpoint.asks import Ask
-from megatron_stppo.agents.endpoint.body import Refusal
+from megatron_stppo.agents.protocols.asks import Ask
+from megatron_stppo.agents.protocols.body import Refusal
 
 ENDED = "the episode has ended"
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
-from megatron_stppo.agents.endpoint.body import MAX_BYTES
 from megatron_stppo.agents.endpoint.recorder import Recorder
 from megatron_stppo.agents.endpoint.server import Endpoint
 from megatron_stppo.agents.endpoint.session import EndpointLimits, Session
+from megatron_stppo.agents.protocols.body import MAX_BYTES
 from megatron_stppo.environments.base import Completion
 from tests.agents.endpoint.world import World
 

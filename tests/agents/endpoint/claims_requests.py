@@ -9,11 +9,11 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from megatron_stppo.agents.endpoint import body
-from megatron_stppo.agents.endpoint.asks import ACCEPTED, IGNORED, chat_ask, text_ask
-from megatron_stppo.agents.endpoint.body import Refusal
-from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
-from megatron_stppo.agents.endpoint.reply import Reply, chat_chunks, chat_object, text_chunks, text_object
+from megatron_stppo.agents.protocols import body
+from megatron_stppo.agents.protocols.asks import ACCEPTED, IGNORED, chat_ask, text_ask
+from megatron_stppo.agents.protocols.body import Refusal
+from megatron_stppo.agents.protocols.chat_messages import compared, template_messages
+from megatron_stppo.agents.protocols.reply import Reply, chat_chunks, chat_object, text_chunks, text_object
 from tests.agents.endpoint.world import World
 from tests.documented import NAME, rows
 

@@ -20,9 +20,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from megatron_stppo.agents.endpoint.body import Refusal
-from megatron_stppo.agents.endpoint.chat_messages import compared, template_messages
-from megatron_stppo.agents.endpoint.reply import Reply
+from megatron_stppo.agents.protocols.body import Refusal
+from megatron_stppo.agents.protocols.chat_messages import compared, template_messages
+from megatron_stppo.agents.protocols.reply import Reply
 
 BOTH = {
     "max_tokens",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from megatron_stppo.agents.endpoint.body import Refusal
+from megatron_stppo.agents.protocols.body import Refusal
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
