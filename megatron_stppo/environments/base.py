@@ -62,6 +62,11 @@ class AgentEpisode:
     model: str
     seed: int  # differs between the episodes of a task
 
+    @property
+    def anthropic_base_url(self) -> str:
+        """The same endpoint for clients of Anthropic's API, which append /v1/messages."""
+        return self.base_url.removesuffix("/v1")
+
 
 @dataclass(frozen=True)
 class StepResult:

@@ -107,6 +107,8 @@ def _environment(variables: Sequence[str], episode: AgentEpisode, task: str) -> 
     given = {
         "OPENAI_BASE_URL": episode.base_url,
         "OPENAI_API_KEY": episode.api_key,
+        "ANTHROPIC_BASE_URL": episode.anthropic_base_url,
+        "ANTHROPIC_AUTH_TOKEN": episode.api_key,
         "MEGATRON_STPPO_MODEL": episode.model,
         "MEGATRON_STPPO_SEED": str(episode.seed),
     }

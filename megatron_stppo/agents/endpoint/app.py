@@ -1,4 +1,4 @@
-"""The web application: POST /NAME/v1/chat/completions, POST /NAME/v1/completions, GET /NAME/v1/models.
+"""The web application: POST /NAME/v1/.. for the paths of protocols/apis.py, GET /NAME/v1/models, HEAD /NAME.
 
 NAME is that of an episode, whose token every request must have. The token is checked before a body is read.
 All errors are JSON in the form of the API.
@@ -7,9 +7,8 @@ All errors are JSON in the form of the API.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +20,15 @@ from starlette.routing import Route
 
 from megatron_stppo.agents.endpoint.session import ENDED, Session
 from megatron_stppo.agents.protocols import body
-from megatron_stppo.agents.protocols.asks import Ask, chat_ask, text_ask
+from megatron_stppo.agents.protocols.apis import APIS, Api, error_object
+from megatron_stppo.agents.protocols.asks import Ask
 from megatron_stppo.agents.protocols.body import Refusal
-from megatron_stppo.agents.protocols.reply import (
-    Json,
-    Reply,
-    chat_chunks,
-    chat_object,
-    text_chunks,
-    text_object,
-)
+from megatron_stppo.agents.protocols.reply import Reply
 
 log = logging.getLogger(__name__)
 # The same answer for an unknown name, a name of another episode and a wrong token.
 UNKNOWN = "wrong API key, or no such episode"
-PATHS = {"/chat/completions": "POST", "/completions": "POST", "/models": "GET"}
-ANSWERS = ", ".join(f"{method} BASE_URL{path}" for path, method in PATHS.items())
+PATHS = f"GET BASE_URL/models, POST BASE_URL + {', '.join(APIS)}"
 
 
 @dataclass(frozen=True)
@@ -53,17 +45,11 @@ class Doors:
 def application(doors: Doors) -> Starlette:
     """Return the web application for the episodes of `doors`."""
 
-    async def chat(request: Request) -> Response:
-        def ask(content: bytes) -> Ask:
-            return chat_ask(body.read(content), doors.has_parser)
+    def answering(api: Api) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await _answered(doors, request, api)
 
-        return await _answered(doors, request, ask)
-
-    async def completions(request: Request) -> Response:
-        def ask(content: bytes) -> Ask:
-            return text_ask(body.read(content, body.MAX_BYTES))
-
-        return await _answered(doors, request, ask)
+        return answer
 
     async def models(request: Request) -> Response:
         session = _session(doors, request)
@@ -72,44 +58,55 @@ def application(doors: Doors) -> Starlette:
         card = {"id": doors.model, "object": "model", "created": 0, "owned_by": "megatron_stppo"}
         return JSONResponse({"object": "list", "data": [card | {"max_model_len": doors.max_context}]})
 
+    async def reached(request: Request) -> Response:
+        """Answer clients that ask only whether there is a server, without a key."""
+        return Response()
+
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
-        return _refusal(error)
+        return _refusal(error, request)
 
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
-        text = f"this endpoint has only {ANSWERS}; not {request.method} {request.url.path}"
-        return _refusal(Refusal(error.status_code, text, code))
+        text = f"there is only {PATHS}; not {request.method} {request.url.path}"
+        if "/v1/v1/" in request.url.path:
+            text = f"use the base URL without /v1; {text}"
+        return _refusal(Refusal(error.status_code, text, code), request)
 
     async def failed(request: Request, error: Exception) -> Response:
-        return _refusal(Refusal(500, f"the endpoint failed: {type(error).__name__}", "server_error"))
+        return _refusal(Refusal(500, f"the endpoint failed: {type(error).__name__}", "server_error"), request)
 
-    serving = {"/chat/completions": chat, "/completions": completions, "/models": models}
     # not FastAPI, which would look for parameters in every request
     return Starlette(
         routes=[
-            Route(f"/{{name}}/v1{path}", serving[path], methods=[method]) for path, method in PATHS.items()
+            *(Route(f"/{{name}}/v1{path}", answering(api), methods=["POST"]) for path, api in APIS.items()),
+            Route("/{name}/v1/models", models, methods=["GET"]),
+            Route("/{name}", reached, methods=["HEAD"]),
         ],
         exception_handlers={Refusal: refused, HTTPException: unknown, Exception: failed},
     )
 
 
 def _session(doors: Doors, request: Request) -> Session:
-    """Return the episode of a request. Raises Refusal unless the request has its token."""
+    """Return the episode of a request. Raises Refusal unless the request has its token.
+
+    Clients of Anthropic's API may send it as x-api-key.
+    """
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    given = [request.headers.get("x-api-key", ""), *([token] if scheme.lower() == "bearer" else [])]
     session = doors.sessions.get(request.path_params["name"])
-    if session is None or not session.opens(token) or scheme.lower() != "bearer":
+    if session is None or not any([session.opens(one) for one in given]):
         raise Refusal(401, UNKNOWN, "invalid_api_key")
     return session
 
 
-async def _answered(doors: Doors, request: Request, make: Callable[[bytes], Ask]) -> Response:
+async def _answered(doors: Doors, request: Request, api: Api) -> Response:
     session = _session(doors, request)
     session.admit()
     try:
         try:
-            ask = make(await _content(request, doors.body_seconds))
+            ask = api.ask(await _content(request, doors.body_seconds), doors.has_parser)
         except Refusal as refusal:
             session.refused = str(refusal)
             raise
@@ -122,10 +119,11 @@ async def _answered(doors: Doors, request: Request, make: Callable[[bytes], Ask]
         session.leave()
     if isinstance(answer, Refusal):
         raise answer
+    if isinstance(answer, int):
+        return JSONResponse({"input_tokens": answer})
     if ask.stream:
-        chunks = (chat_chunks if ask.chat else text_chunks)(answer, doors.model, ask.usage_in_stream)
-        return StreamingResponse(_events(chunks), media_type="text/event-stream")
-    return JSONResponse((chat_object if ask.chat else text_object)(answer, doors.model))
+        return StreamingResponse(api.events(answer, doors.model, ask), media_type="text/event-stream")
+    return JSONResponse(api.whole(answer, doors.model, ask))
 
 
 async def _content(request: Request, seconds: float) -> bytes:
@@ -144,7 +142,7 @@ async def _content(request: Request, seconds: float) -> bytes:
     return bytes(content)
 
 
-async def _reply(ask: Ask, request: Request) -> Reply | Refusal:
+async def _reply(ask: Ask, request: Request) -> Reply | int | Refusal:
     """Wait for the reply, or until the client leaves; the connection then marks the ask as abandoned."""
     reply = asyncio.wrap_future(ask.reply)
     left = asyncio.create_task(_left(request))
@@ -167,14 +165,7 @@ async def _left(request: Request) -> None:
         pass
 
 
-def _events(chunks: Iterator[Json]) -> Iterator[str]:
-    for chunk in chunks:
-        yield f"data: {json.dumps(chunk)}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-def _refusal(error: Refusal) -> Response:
-    info = {"message": str(error), "type": error.code, "param": None, "code": error.status}
+def _refusal(error: Refusal, request: Request) -> Response:
     # a body may be unread
     close = {"connection": "close"} if error.status in (401, 404, 405, 408, 413, 429, 500) else {}
-    return JSONResponse({"error": info}, error.status, headers=close)
+    return JSONResponse(error_object(error, request.url.path), error.status, headers=close)

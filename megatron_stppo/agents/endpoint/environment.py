@@ -122,7 +122,7 @@ class AgentEnvironment:
                 _answer(ask, Refusal(410, ENDED))
                 break
             try:
-                answer = self._recorder.ask(ask)
+                answer = self._recorder.count(ask) if ask.counts else self._recorder.ask(ask)
             except Refusal as refusal:
                 session.refused = str(refusal)
                 _answer(ask, refusal)
@@ -152,6 +152,6 @@ def _without_completion(session: Session) -> Exception:
     return NoCompletion("the agent has ended without asking for a completion")
 
 
-def _answer(ask: Ask, answer: Reply | Refusal) -> None:
+def _answer(ask: Ask, answer: Reply | int | Refusal) -> None:
     if not ask.reply.done():
         ask.reply.set_result(answer)

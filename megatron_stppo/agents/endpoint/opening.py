@@ -56,7 +56,7 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
     section, path = config.environment, config.model.path
     agent = open_agent(section)
     model = load_config(path)
-    tokenizer = _tokenizer(config)
+    tokenizer = _tokenizer(load_tokenizer(path, config.model.template_arguments))
     rules = Rules(
         tokenizer,
         end_of_text_ids(path, model, tokenizer),
@@ -78,16 +78,14 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
     return partial(AgentEnvironment, agent, endpoint, rules)
 
 
-def _tokenizer(config: Config) -> Any:
-    """Return a tokenizer for the thread of the episodes, which computes its vocabulary once.
+def _tokenizer(loaded: Any) -> Any:
+    """Return a copy of the tokenizer for the thread of the episodes, which computes its vocabulary once.
 
     It is not the engine's, which another thread uses: encoding changes a setting inside. Some of vLLM's
     parsers (llama3_json) ask for the vocabulary at every completion, and transformers takes 0.1 s to list
     150,000 entries.
     """
-    return get_cached_tokenizer(
-        copy.deepcopy(load_tokenizer(config.model.path, config.model.template_arguments))
-    )
+    return get_cached_tokenizer(copy.deepcopy(loaded))
 
 
 def _parser(name: str | None, tokenizer: Any) -> ParseTools | None:

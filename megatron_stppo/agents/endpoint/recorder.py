@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParser
 
@@ -92,6 +93,11 @@ class Recorder:
         ids = new if match.continues else [*match.tokens, *new]
         return Request(match.history, tuple(ids), ask.stop, ask.max_tokens)
 
+    def count(self, ask: Ask) -> int:
+        """Return the number of tokens that the policy would read for a request. Raises Refusal."""
+        match = self._histories.place(ask.kind, ask.units)
+        return len(match.tokens) + len(self._new_ids(ask, match))
+
     def complete(self, completion: Completion) -> tuple[Ask, Reply]:
         """Record the turn that the last Request has got. Return the ask to which it is the reply."""
         assert self._current is not None, "a completion without a request"
@@ -160,6 +166,8 @@ class Recorder:
         if ask.request is None or self._rules.parser is None:
             return text, ()
         content, calls, malformed = _parse(self._rules.parser, self._rules.tokenizer, ask.request, text)
+        if ask.api == "messages" and not all(_is_object(arguments) for _, arguments in calls):
+            content, calls, malformed = text, (), True  # this API sends arguments as objects
         self.malformed_calls += malformed
         return content, tuple(
             (f"call{self.completions % 1000:03d}{n % 100:02d}", *call) for n, call in enumerate(calls)
@@ -212,6 +220,14 @@ def _parse(
     if not parsed.tools_called:
         return text, (), bool(complaints)
     return parsed.content or "", calls, bool(complaints)
+
+
+def _is_object(arguments: str) -> bool:
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        return False
+    return True
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class Session:
 
     def submit(self, ask: Ask) -> None:
         """Send a request to the episode. Raises Refusal if its event loop has ended."""
-        self.asked += 1
+        self.asked += not ask.counts
         try:
             self._loop.call_soon_threadsafe(self._take, ask)
         except RuntimeError:

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticUndefined
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from megatron_stppo.agents.protocols.body import Refusal
+from megatron_stppo.agents.protocols.body import Refusal, fields
 from megatron_stppo.agents.protocols.chat_messages import compared, template_messages
 from megatron_stppo.agents.protocols.reply import Reply
 
@@ -50,6 +50,16 @@ IGNORED = frozenset(
     # form of the text: special tokens that the policy writes are text
     "skip_special_tokens spaces_between_special_tokens stream_interval".split()
 )
+_PROTOCOLS: dict[str, type[BaseModel]] = {"chat": ChatCompletionRequest, "text": CompletionRequest}
+# by field, the values that change nothing: vLLM's default and OpenAI's
+_DEFAULTS = {
+    kind: {name: [value] for name, value in DEFAULTS.items()}
+    | {
+        name: [f.get_default(call_default_factory=False), *([DEFAULTS[name]] if name in DEFAULTS else [])]
+        for name, f in protocol.model_fields.items()
+    }
+    for kind, protocol in _PROTOCOLS.items()
+}
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MOST_TOKENS = 2**31 - 1  # used for any larger max_tokens, which ranks could not exchange
 
@@ -58,12 +68,12 @@ MOST_TOKENS = 2**31 - 1  # used for any larger max_tokens, which ranks could not
 class Ask:
     """One request of an agent for a completion.
 
-    Example: Ask("text", "Once upon", chat=False) of a text completion.
+    Example: Ask("text", "Once upon", api="text") of a text completion.
     """
 
     kind: Hashable  # see Histories: what must be equal for a history to be continued
     units: Sequence[Hashable]  # see Histories
-    chat: bool
+    api: str  # in whose form the reply is sent: chat, text, messages or responses
     messages: list[dict[str, Any]] = field(default_factory=list)  # of a chat
     tools: list[dict[str, Any]] = field(default_factory=list)
     stop: tuple[str, ...] = ()
@@ -73,11 +83,18 @@ class Ask:
     usage_in_stream: bool = False
     logprobs: bool = False
     token_ids: bool = False  # whether they are returned
+    thinking: bool = False  # messages, responses: whether thinking is sent apart from the text
+    sealed: bool = False  # responses: whether the client wants thinking in a form that it can send back
+    counts: bool = False  # asks for the number of tokens instead of a completion
     request: ChatCompletionRequest | None = None  # for a tool parser; None if no tool may be called
     digest: bytes = b""  # equal for equal requests
     is_retry: bool = False  # the client says so
     abandoned: bool = False  # the client has closed the connection without reading the reply
-    reply: Future[Reply | Refusal] = field(default_factory=Future)
+    reply: Future[Reply | int | Refusal] = field(default_factory=Future)
+
+    @property
+    def chat(self) -> bool:
+        return self.api != "text"
 
     def forget(self) -> None:
         """Drop the conversation, which is not needed once a reply is made."""
@@ -89,7 +106,7 @@ def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
 
     has_parser: whether the run can parse calls of tools.
     """
-    given = accepted("chat", body, ChatCompletionRequest)
+    given = _accepted("chat", body)
     request = _validated(ChatCompletionRequest, given)
     assert isinstance(request, ChatCompletionRequest)
     messages = template_messages(given.get("messages") or ())
@@ -102,7 +119,7 @@ def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
     return Ask(
         kind=("chat", json.dumps(tools, sort_keys=True)),
         units=tuple(map(compared, messages)),
-        chat=True,
+        api="chat",
         messages=messages,
         tools=tools,
         logprobs=bool(request.logprobs),
@@ -116,7 +133,7 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
 
     A list of token ids is taken as it is. In a text, special tokens are text.
     """
-    given = accepted("text", body, CompletionRequest)
+    given = _accepted("text", body)
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -130,25 +147,14 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
     return Ask(
         kind="text" if is_text else "ids",
         units=prompt if is_text else tuple(prompt),
-        chat=False,
+        api="text",
         logprobs=request.logprobs is not None,
         **_common(given, request),
     )
 
 
-def accepted(kind: str, body: Mapping[str, Any], protocol: type[BaseModel]) -> dict[str, Any]:
-    """Return the accepted fields of a request. Raises Refusal for one that must not be used.
-
-    kind: "chat" or "text". protocol: vLLM's class of the request, whose defaults have no effect.
-    """
-    for name, value in body.items():
-        if name in ACCEPTED[kind] or name in IGNORED or value is None:
-            continue
-        field = protocol.model_fields.get(name)
-        default = field.get_default(call_default_factory=False) if field else PydanticUndefined
-        if value != default and value not in ([], {}) and value != DEFAULTS.get(name, default):
-            raise Refusal(400, f"{name[:40]!r} is not supported; remove it (docs/agents.md has all fields)")
-    return {name: value for name, value in body.items() if name in ACCEPTED[kind]}
+def _accepted(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    return fields(body, ACCEPTED[kind], IGNORED, _DEFAULTS[kind])
 
 
 def _common(given: Mapping[str, Any], request: ChatCompletionRequest | CompletionRequest) -> dict[str, Any]:
@@ -177,6 +183,20 @@ def _common(given: Mapping[str, Any], request: ChatCompletionRequest | Completio
         "token_ids": bool(request.return_token_ids),
         "digest": hashlib.blake2b(json.dumps(given, sort_keys=True).encode()).digest(),
     }
+
+
+def translated(chat: Mapping[str, Any], has_parser: bool, names: Mapping[str, str]) -> Ask:
+    """Return chat_ask of the request of another API. Fields that are null or empty are left out.
+
+    names: {field of the chat: its name in the other API}, for Refusal.
+    """
+    try:
+        kept = {name: v for name, v in chat.items() if name == "messages" or (v is not None and v != [])}
+        return chat_ask(kept, has_parser)
+    except Refusal as refusal:
+        name = re.match(r"\w*", str(refusal))[0]  # type: ignore[index]
+        said = names.get(name, name) + str(refusal).removeprefix(name)
+        raise Refusal(refusal.status, said, refusal.code) from None
 
 
 def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -41,6 +42,62 @@ def read(content: bytes, max_items: int = MAX_ITEMS) -> dict[str, Any]:
         return _OBJECT.decode(content)
     except (UnicodeDecodeError, msgspec.MsgspecError) as error:  # also for NaN and unpaired surrogates
         raise Refusal(400, f"the body is not a JSON object ({error})") from None
+
+
+def fields(
+    body: Mapping[str, Any],
+    accepted: Collection[str],
+    ignored: Collection[str],
+    defaults: Mapping[str, Collection[Any]],
+) -> dict[str, Any]:
+    """Return the accepted fields that are not null. Raises Refusal for one that must not be used.
+
+    defaults: values of other fields that change nothing. null, [] and {} change nothing in any field.
+    """
+    for name, value in body.items():
+        if name in accepted or name in ignored or value is None or value in ([], {}):
+            continue
+        if value not in defaults.get(name, ()):
+            raise Refusal(400, f"{name[:40]!r} is not supported; remove it (docs/agents.md has all fields)")
+    return {name: value for name, value in body.items() if name in accepted and value is not None}
+
+
+def listed(where: str, value: Any) -> list[Any]:
+    """Return the value if it is a list. Raises Refusal."""
+    if not isinstance(value, list):
+        raise Refusal(400, f"{where}: must be a list")
+    return value
+
+
+def objects(where: str, value: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return (place, object) for every element of a list of objects. Raises Refusal."""
+    found = [(f"{where}[{place}]", one) for place, one in enumerate(listed(where, value))]
+    for place, one in found:
+        if not isinstance(one, dict):
+            raise Refusal(400, f"{place}: must be an object")
+    return found
+
+
+def texts(where: str, content: Any, kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of a content: a text, or a list of parts of the given types, which are joined.
+
+    Raises Refusal for everything else. Example: "ab" for [{"type": "text", "text": "a"}, {.. "text": "b"}].
+    """
+    if isinstance(content, str):
+        return content
+    return "".join(text_of(place, part, kinds) for place, part in objects(where, content))
+
+
+def text_of(where: str, part: Mapping[str, Any], kinds: Collection[str] = ("text",)) -> str:
+    """Return the text of one part of a content. Raises Refusal unless it is text."""
+    kind, text = part.get("type"), part.get("text")
+    if kind not in kinds or not isinstance(text, str):
+        raise unsupported(where, kind, kinds)
+    return text
+
+
+def unsupported(where: str, kind: Any, kinds: Collection[str]) -> Refusal:
+    return Refusal(400, f"{where}: the type {str(kind)[:40]!r} is not supported; only {', '.join(kinds)}")
 
 
 def too_large() -> Refusal:

@@ -25,17 +25,33 @@ def template_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
 def compared(message: dict[str, Any]) -> Hashable:
     """Return what must be equal if a client repeats a message of template_messages.
 
-    Ids of tool calls are left out, and so is white space around the text of an assistant: clients change
-    both, and neither changes which tokens were sampled.
+    Ids of tool calls are left out, and so is white space around the text and the thinking of an assistant:
+    clients change both, and neither changes which tokens were sampled. Thinking is equal whether it is in the
+    text or beside it.
     Example: ("assistant", "Hi", "", ()) for {"role": "assistant", "content": " Hi\\n"}.
     """
-    text: str = message["content"]
+    text, thinking = message["content"], message.get("reasoning_content", "")
+    if message["role"] == "assistant":
+        if not thinking:
+            thinking, text = split_thinking(text)
+        text, thinking = text.strip(), thinking.strip()
     calls = tuple(
         (call["function"]["name"], _canonical(call["function"]["arguments"]))
         for call in message.get("tool_calls", ())
     )
-    text = text.strip() if message["role"] == "assistant" else text
-    return message["role"], text, message.get("reasoning_content", ""), calls
+    return message["role"], text, thinking, calls
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """Return (thinking, the rest) of what a model writes; no thinking if none is complete.
+
+    Some templates write the opening themselves, so the model does not.
+    Example: ("long", "Hi") for "<think>\\nlong\\n</think>\\n\\nHi".
+    """
+    thinking, closing, rest = text.partition("</think>")
+    if not closing:
+        return "", text
+    return thinking.strip().removeprefix("<think>").strip(), rest.strip()
 
 
 def _template_message(where: str, message: Any) -> dict[str, Any]:
@@ -83,7 +99,13 @@ def _call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _canonical(arguments: Any) -> str:
-    return json.dumps(arguments, sort_keys=True)
+    """Return the arguments with sorted keys, and 1.0 as 1, as clients in JavaScript write it."""
+    return json.dumps(json.loads(json.dumps(arguments), parse_float=_number), sort_keys=True)
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
 
 
 def _list(where: str, value: Any) -> list[Any]:

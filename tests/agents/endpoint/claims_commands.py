@@ -43,7 +43,8 @@ def test_a_command_is_an_agent_with_an_allow_listed_environment(world: World) ->
     assert (played.outcome, played.reward, len(played.turns)) == ("ok", 0.25, 1)
     names = played.detail.split()
     assert "WANTED" in names and "OPENAI_API_KEY" in names and "PATH" in names
-    assert "PLANTED_SECRET" not in names and not [name for name in names if "TOKEN" in name]
+    assert "PLANTED_SECRET" not in names
+    assert [name for name in names if "TOKEN" in name] == ["ANTHROPIC_AUTH_TOKEN"], "the episode's key"
     (number,) = world.play(command("1.5"))
     assert (number.outcome, number.reward) == ("ok", 1.5)
 

@@ -102,7 +102,7 @@ def test_a_token_opens_its_own_episode_only(world: World) -> None:
 def test_other_paths_and_methods_get_an_error_of_the_api_that_names_what_there_is(world: World) -> None:
     async def play(endpoint: Endpoint, mine: Session, other: Session) -> None:
         for path, method, expected, kind in (
-            ("responses", "POST", 404, "not_found"),
+            ("embeddings", "POST", 404, "not_found"),
             ("chat/completions", "GET", 405, "method_not_allowed"),
             ("models", "DELETE", 405, "method_not_allowed"),
             ("x" * 9000, "POST", 404, "not_found"),
@@ -111,9 +111,13 @@ def test_other_paths_and_methods_get_an_error_of_the_api_that_names_what_there_i
             error = json.loads(body)["error"]
             assert (status, error["code"], error["type"]) == (expected, expected, kind)
             assert error["message"].startswith(
-                "this endpoint has only POST BASE_URL/chat/completions, POST BASE_URL/completions, GET "
-                f"BASE_URL/models; not {method} /{mine.name}/v1/{path[:10]}"
+                "there is only GET BASE_URL/models, POST BASE_URL + /chat/completions, /completions, "
+                f"/messages, /messages/count_tokens, /responses; not {method} /{mine.name}/v1/{path[:10]}"
             )
+        status, body = await ask(endpoint, mine, mine.token, CHAT, path="v1/messages")
+        error = json.loads(body)
+        assert (status, error["type"], error["error"]["type"]) == (404, "error", "not_found_error")
+        assert error["error"]["message"].startswith("use the base URL without /v1; there is only")
 
     serving(world, play)
 

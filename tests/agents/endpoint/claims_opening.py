@@ -13,6 +13,7 @@ from vllm.tool_parsers import ToolParserManager
 from megatron_stppo.agents.endpoint import opening
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.text.conversation import encode_conversation
+from megatron_stppo.weights.sharding.hf_load import load_tokenizer
 from tests.agents.endpoint.world import World
 from tests.data.text.test_conversation import CHAT, TOKENIZER
 
@@ -47,7 +48,7 @@ def test_the_vocabulary_is_listed_once_and_not_at_every_completion(world: World)
         )
         shape = {"model_type": "qwen3", "vocab_size": len(TOKENIZER), **sizes}
         (Path(folder) / "config.json").write_text(json.dumps(shape))
-        tokenizer = opening._tokenizer(Path(folder))
+        tokenizer = opening._tokenizer(load_tokenizer(Path(folder)))
     assert tokenizer.get_vocab() is tokenizer.get_vocab() and tokenizer.get_vocab() == TOKENIZER.get_vocab()
     chat = [*CHAT, {"role": "user", "content": "<|im_end|>"}]
     assert encode_conversation(tokenizer, chat) == encode_conversation(TOKENIZER, chat)
