@@ -64,7 +64,8 @@ class Recorder:
         self.tool_calls = 0  # that the last completion made
         self.malformed_calls = 0  # completions with calls that cannot be parsed
         self.repeated = 0  # requests that got a recorded reply
-        self.reached_limit = ""  # why a request was refused, if the policy is the cause
+        self._limited = ""  # why a request was refused, if the policy is the cause
+        self._cut = False  # the last completion is one of the Responses API, and is incomplete
 
     def ask(self, ask: Ask) -> Request | Reply:
         """Return what the policy reads next, or the recorded reply to a repeated request. Raises Refusal."""
@@ -105,6 +106,7 @@ class Recorder:
         self.completions += 1
         reply = self._reply(ask, (*match.tokens, *new), completion)
         self.tool_calls = len(reply.calls)
+        self._cut = ask.api == "responses" and reply.finish_reason == "length"
         self._histories.record(match, ask.kind, ask.units, _repeated(ask, reply), new, completion.token_ids)
         self._answered[ask.digest] = ask, reply
         ask.forget()  # otherwise an episode would keep the whole conversation once per turn
@@ -115,8 +117,16 @@ class Recorder:
         """The ask for which a turn is generated."""
         return self._current[0] if self._current is not None else None
 
+    @property
+    def reached_limit(self) -> str:
+        """Why the policy is the cause if the agent fails now, or "".
+
+        Clients of the Responses API may raise an exception for an incomplete reply, as openai-agents does.
+        """
+        return self._limited or (self._cut and "the last completion is incomplete") or ""
+
     def _limit(self, why: str, code: str) -> None:
-        self.reached_limit = why
+        self._limited = why
         raise Refusal(400, why, code)
 
     def _new_ids(self, ask: Ask, match: Match) -> list[int]:

@@ -18,8 +18,9 @@ from tests.agents.endpoint.claims_agents import check_log_probs, client
 from tests.agents.endpoint.claims_messages import VALUES, events, reply
 from tests.agents.endpoint.claims_recorder import answered, asked, recorder
 from tests.agents.endpoint.claims_requests import refusal
-from tests.agents.endpoint.world import World
+from tests.agents.endpoint.world import LIMITS, World
 from tests.documented import NAME, rows
+from tests.rollout.vllm.tiny import task
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": True}
@@ -232,3 +233,21 @@ def test_openais_sdk_plays_one_history_token_for_token(world: World) -> None:
     assert found["usage"].output_tokens == len(played.turns[-1].token_ids)
     assert "send the whole `input`" in found["error"]
     check_log_probs(world, [played])
+
+
+def test_an_agent_that_fails_on_an_incomplete_reply_is_truncated(world: World) -> None:
+    async def fails(episode: AgentEpisode) -> float:
+        async with client(episode) as sdk:
+            if episode.task.extra["behave"] == "chat":
+                await sdk.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}])
+            else:
+                await sdk.responses.create(model="m", input="a")
+        raise RuntimeError("incomplete")
+
+    world.tasks = [task(0, "responses"), task(1, "chat")]
+    played = world.play(fails)
+    assert all(len(one.turns[0].token_ids) == LIMITS.max_turn_tokens for one in played), "both are cut"
+    assert [(one.outcome, one.detail) for one in played] == [
+        ("truncated", "the last completion is incomplete"),
+        ("error", "RuntimeError: incomplete"),
+    ]
