@@ -108,7 +108,13 @@ $(AGENTS):
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install --quiet $(PACKAGES) || { rm -rf $@; exit 1; }
 
-test-agents: $(STAMP) $(AGENTS) ## the tests of agents of other packages, of chat templates and of peft; installs them at first, from an index
+# Claude Code is a program of Node. Without npm its test is skipped.
+CLAUDE := .venv-claude
+
+$(CLAUDE):
+	npm install --silent --no-audit --no-fund --prefix $@ @anthropic-ai/claude-code@2.1.112 || { rm -rf $@; exit 1; }
+
+test-agents: $(STAMP) $(AGENTS) $(if $(shell command -v npm),$(CLAUDE)) ## the tests of agents of other packages, of chat templates and of peft; installs them at first, from an index
 	$(PYTEST) tests/agents/packages tests/rollout/episodes/test_templates.py tests/checkpoint/test_peft_package.py
 
 RECORD ?= runs/golden
@@ -161,5 +167,5 @@ check-cuda-environment: $(GPU_STAMP) ## check .venv-gpu: imports, modules and na
 	$(GPU)/bin/python tools/check_cuda_environment.py --json $(GPU)/checks.json
 
 clean: ## remove everything that make has created, except runs/
-	rm -rf .venv $(AUDIT) $(GPU) $(AGENTS) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(AUDIT) $(GPU) $(AGENTS) $(CLAUDE) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,16 +7,57 @@ import importlib
 import os
 from typing import Any
 
-EXAMPLES = ("openai_sdk", "openai_responses", "anthropic_sdk", "openai_agents")
+SURE = {"role": "user", "content": "sure?"}
 
 
 async def every(episode: Any) -> Any:
-    """Play with another client for each task, and each API of mini-swe-agent."""
-    minis = (mini_chat, mini_responses, mini_messages)
-    number = episode.task.index % (len(EXAMPLES) + len(minis))
-    if number >= len(EXAMPLES):
-        return await minis[number - len(EXAMPLES)](episode)
-    return await importlib.import_module(EXAMPLES[number]).agent(episode)
+    """Play with another client for each task."""
+    clients = (responses, anthropic, agents, mini_chat, mini_responses, mini_messages)
+    return await clients[episode.task.index % len(clients)](episode)
+
+
+async def responses(episode: Any) -> dict[str, Any]:
+    """OpenAI's SDK with the Responses API: one question as an object, one as a stream."""
+    from openai import AsyncOpenAI
+
+    items: list[Any] = [message.as_dict() for message in episode.task.prompt]
+    given: Any = {"model": episode.model, "input": items, "reasoning": {"effort": "low"}}
+    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
+        reply = await client.responses.create(**given)
+        items += [*(item.model_dump(exclude_none=True) for item in reply.output), SURE]
+        *_, last = [event async for event in await client.responses.create(**given, stream=True)]
+    return {"reward": len(last.response.output_text) % 8 / 8, "detail": last.type}
+
+
+async def anthropic(episode: Any) -> dict[str, Any]:
+    """Anthropic's SDK: one question as an object, one as a stream whose tokens are counted before."""
+    from anthropic import AsyncAnthropic
+
+    messages: list[Any] = [message.as_dict() for message in episode.task.prompt]
+    asked: Any = {"model": episode.model, "messages": messages, "thinking": {"type": "adaptive"}}
+    given: Any = asked | {"max_tokens": 5000}
+    async with AsyncAnthropic(base_url=episode.anthropic_base_url, api_key=episode.api_key) as client:
+        reply = await client.messages.create(**given)
+        messages += [{"role": "assistant", "content": reply.content}, SURE]
+        counted = (await client.messages.count_tokens(**asked)).input_tokens
+        async with client.messages.stream(**given) as stream:
+            last = await stream.get_final_message()
+    assert counted == last.usage.input_tokens, (counted, last.usage)
+    return {"reward": last.usage.output_tokens / 8, "detail": str(last.stop_reason)}
+
+
+async def agents(episode: Any) -> dict[str, Any]:
+    """openai-agents, which sends its own items again with the second question."""
+    from agents import Agent, OpenAIResponsesModel, RunConfig, Runner
+    from openai import AsyncOpenAI
+
+    quiet = RunConfig(tracing_disabled=True)
+    async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
+        model = OpenAIResponsesModel(model=episode.model, openai_client=client)
+        one: Any = Agent("one", instructions="Be brief.", model=model)
+        first = await Runner.run(one, episode.task.prompt[-1].content, run_config=quiet)
+        second = await Runner.run(one, [*first.to_input_list(), SURE], run_config=quiet)
+    return {"reward": len(str(second.final_output)) % 8 / 8, "detail": "two runs"}
 
 
 async def chat_agents(episode: Any) -> Any:

@@ -51,8 +51,8 @@ def play_all(plays: dict[str, Play]) -> dict[str, Seen | str]:
 
     os.environ["PYTHONPATH"] = PATHS
     parser = ToolParserManager.get_tool_parser("hermes")
-    rules = Rules(TOKENIZER, [END], len(TOKENIZER), 4000, max_completions=6, parser=parser)
-    endpoint = Endpoint("tiny", 4000, has_parser=True).start()
+    rules = Rules(TOKENIZER, [END], len(TOKENIZER), 40000, max_completions=6, parser=parser)
+    endpoint = Endpoint("tiny", 40000, has_parser=True).start()
     try:
         return {name: _seen(play, endpoint, rules) for name, play in plays.items()}
     finally:

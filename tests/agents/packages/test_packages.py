@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.timeout(1000)  # seconds; the packages take long to import
 CALL = '<tool_call>{"name": "capital", "arguments": {"country": "France"}}</tool_call>'
 BASH = '<tool_call>{{"name": "bash", "arguments": {{"command": "{}"}}}}</tool_call>'
+SAY = '<tool_call>{"name": "Bash", "arguments": {"command": "echo Paris", "description": "Say"}}</tool_call>'
 SHELL = ("echo Paris", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo Paris")
 OPENING = "<|im_end|>\n<|im_start|>assistant\n"
 QUESTION = f"<|im_start|>user\nWhat is the capital of France?{OPENING}"
@@ -32,6 +33,7 @@ AGENTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "openai_responses": ("agents", "openai_responses:agent", (CALL, "It is Paris.")),
     "anthropic_sdk": ("agents", "anthropic_sdk:agent", (CALL, "It is Paris.")),
     "chat_agents": ("agents", "tests.agents.packages.clients:chat_agents", (CALL, "It is Paris.")),
+    "claude_code": ("agents", "claude_code:agent", (SAY, "It is Paris.")),
     **{
         name: ("agents", f"tests.agents.packages.clients:{name}", tuple(map(BASH.format, SHELL)))
         for name in ("mini_chat", "mini_responses", "mini_messages")
@@ -51,6 +53,8 @@ def python(name: str) -> Path:
 @pytest.fixture(scope="module")
 def played() -> dict[str, Any]:
     here = {name: agent for name, agent in AGENTS.items() if python(agent[0]).exists()}
+    if not (ROOT / ".venv-claude").exists():
+        here.pop("claude_code", None)
     if not here:
         pytest.skip("needs the packages: make test-agents")
     with openenv_server() as url:
@@ -96,6 +100,15 @@ def test_an_agent_calls_its_tool_and_reads_the_result(played: dict[str, Any], ag
     assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "It is Paris.")
     assert seen.histories == (0, 0), "one history: the tool call is not tokenised again"
     assert "Look up the capital of a country." in seen.read[0] and seen.read[0].endswith(QUESTION)
+    assert seen.read[1] == f"\n<|im_start|>tool\nParis{OPENING}"
+
+
+def test_claude_code_runs_a_command_in_one_history(played: dict[str, Any]) -> None:
+    seen = of(played, "claude_code")
+    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "It is Paris.")
+    assert seen.histories == (0, 0), "cache_control moves, and a block of the system prompt differs"
+    assert '"name": "Bash"' in seen.read[0] and "Use the tool.<|im_end|>" in seen.read[0]
+    assert seen.read[0].endswith(f"What is the capital of France?{OPENING}")
     assert seen.read[1] == f"\n<|im_start|>tool\nParis{OPENING}"
 
 
