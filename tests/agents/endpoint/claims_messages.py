@@ -120,6 +120,16 @@ def test_a_request_becomes_a_chat_in_the_clients_order(world: World) -> None:
     )  # fmt: skip
 
 
+def test_results_and_texts_of_a_user_keep_their_order(world: World) -> None:
+    one = message({"role": "user", "content": [text("a"), text("b"), result("c"), text("d"), result(None)]})
+    assert [(m["role"], m["content"]) for m in one.messages] == [
+        ("user", "ab"),
+        ("tool", "c"),
+        ("user", "d"),
+        ("tool", ""),
+    ]
+
+
 def test_what_hosted_clients_add_changes_neither_history_nor_retry(world: World) -> None:
     plain = message({"role": "user", "content": "hi"}, said(text("a")), HI[0])
     noisy = message(

@@ -212,3 +212,12 @@ def test_arguments_of_a_call_with_half_a_surrogate_pair_stay_text(world: World) 
     calls = [{"id": "1", "type": "function", "function": function}]
     (message,) = template_messages([{"role": "assistant", "content": "", "tool_calls": calls}])
     assert message["tool_calls"][0]["function"]["arguments"] == function["arguments"]
+
+
+def test_arguments_of_any_depth_are_compared(world: World) -> None:
+    """Python's JSON stops at about 1000 levels, less what the stack holds."""
+    for depth in range(900, 1000):
+        function = {"name": "f", "arguments": '{"a":' * depth + "1" + "}" * depth}
+        calls = [{"id": "1", "type": "function", "function": function}]
+        (message,) = template_messages([{"role": "assistant", "content": "", "tool_calls": calls}])
+        compared(message)
