@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.timeout(1000)  # seconds; the packages take long to import
 CALL = '<tool_call>{"name": "capital", "arguments": {"country": "France"}}</tool_call>'
 BASH = '<tool_call>{{"name": "bash", "arguments": {{"command": "{}"}}}}</tool_call>'
+THOUGHT = "<think>\nhm\n</think>\n\n"  # Claude Code sends it back as a block of its own
 SAY = '<tool_call>{"name": "Bash", "arguments": {"command": "echo Paris", "description": "Say"}}</tool_call>'
 SHELL = ("echo Paris", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo Paris")
 OPENING = "<|im_end|>\n<|im_start|>assistant\n"
@@ -33,7 +34,7 @@ AGENTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "openai_responses": ("agents", "openai_responses:agent", (CALL, "It is Paris.")),
     "anthropic_sdk": ("agents", "anthropic_sdk:agent", (CALL, "It is Paris.")),
     "chat_agents": ("agents", "tests.agents.packages.clients:chat_agents", (CALL, "It is Paris.")),
-    "claude_code": ("agents", "claude_code:agent", (SAY, "It is Paris.")),
+    "claude_code": ("agents", "claude_code:agent", (THOUGHT + SAY, f"{THOUGHT}It is Paris.")),
     **{
         name: ("agents", f"tests.agents.packages.clients:{name}", tuple(map(BASH.format, SHELL)))
         for name in ("mini_chat", "mini_responses", "mini_messages")
