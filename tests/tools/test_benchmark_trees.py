@@ -97,6 +97,7 @@ def test_the_tables_have_medians_spreads_and_ratios() -> None:
     assert lines[-1] == f"| search | on | {spreads} | 3 | 1.00x | 1.00 |"
 
 
+@pytest.mark.long
 def test_the_first_case_runs_on_a_tiny_model(tmp_path: Path) -> None:
     line = [sys.executable, "tools/benchmark_trees.py", "--cases", "search", "--rounds", "1"]
     line += ["--threads", "1", "--timed", "2048", "--output", str(tmp_path)]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from megatron_stppo.config import ParallelConfig
 from megatron_stppo.evidence.verify.layouts import OTHERS, few
 from megatron_stppo.parallel.layout import Layout
@@ -31,6 +33,7 @@ def test_the_step_is_the_same_and_every_planted_bug_is_found(tmp_path: Path) -> 
     assert bench.verdicts(found) == {"": ["ok"]} | {name: ["fails"] for name in BUGS}, found
 
 
+@pytest.mark.long
 def test_an_average_over_data_parallel_ranks_is_found(tmp_path: Path) -> None:
     model, names = bench.write(tmp_path / "m"), ("", "averaged")
     found, other = run_ranks(bench.examine, 2, "layouts", model, names, {})
