@@ -49,7 +49,8 @@ def test_a_healthy_run_has_no_failed_check(name: str, tmp_path: Path) -> None:
     config = small_run.write(tmp_path)
     build_model(tmp_path / "own", family)
     out = tmp_path / "verify.json"
-    words = ("verify", str(config), f"model.path={tmp_path / 'own'}", "environment.max_turns=3", *given)
+    honest = ("environment.kind=search", "environment.max_turns=3")  # that of the file pays for any text
+    words = ("verify", str(config), f"model.path={tmp_path / 'own'}", *honest, *given)
     done = small_run.run_command((*words, "--json", str(out)), ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     lines = json.loads(out.read_text())

@@ -59,7 +59,7 @@ def build_model(folder: Path, family: str = "qwen3") -> None:
     prefix, special = OF_FAMILY[family]
     config = getattr(transformers, f"{prefix}Config")(
         vocab_size=VOCABULARY,
-        hidden_size=64,
+        hidden_size=128 if family == "qwen2" else 64,  # vLLM divides it by the heads for Qwen2
         intermediate_size=96,
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
