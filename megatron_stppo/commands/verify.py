@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from megatron_stppo.cluster.exits import naming_a_full_disk
+from megatron_stppo.cluster.exits import is_first_rank, naming_a_full_disk
 from megatron_stppo.commands.open_run import lock, open_config
 from megatron_stppo.commands.options import File, Overrides, command_group, examples
 from megatron_stppo.commands.train import import_assembly
 
 commands = command_group()
+MARK = ".verify"  # in a folder that `verify` may remove
 
 
 @commands.command(
@@ -47,10 +49,15 @@ def verify(
         checks.check_folder("--json", output.parent)
     run = settings.run.model_copy(update={"name": f"{settings.run.name[:57]}-verify"})
     settings = settings.model_copy(update={"run": run})
-    run_folder.check_new(settings, "`verify` would remove it; move it, or give another run.name")
+    mark = run.folder / MARK
+    if not mark.exists():
+        run_folder.check_new(settings, "`verify` would remove it; move it, or give another run.name")
     if settings.serving.replicas is not None:
         address.check(settings.serving.address, settings.serving.start, os.environ)
     lock(settings)
+    if is_first_rank():
+        mark.touch()
+        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # of a `verify` that was killed
     from megatron_stppo.evidence.verify.depth import reduced
 
     settings = reduced(settings, layers)

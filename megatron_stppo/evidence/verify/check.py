@@ -7,12 +7,12 @@ are, and the last ones change them. The very last one leaves the run's models un
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_stppo.cluster.exits import is_first_rank
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
@@ -59,7 +59,7 @@ def verify(config: Config, assemble: Assemble, output: Path | None = None) -> bo
             findings.append(finding)  # those so far are written if a later check raises
         stage.rollouts.close()
     finally:
-        if int(os.environ["RANK"]) == 0:  # close() has ended the process groups
+        if is_first_rank():  # close() has ended the process groups
             if output is not None:
                 output.write_text(json.dumps([asdict(one) for one in findings], indent=1) + "\n")
             shutil.rmtree(config.run.folder, ignore_errors=True)

@@ -15,29 +15,12 @@ from megatron_stppo.agents.protocols.messages_request import ACCEPTED, IGNORED, 
 from megatron_stppo.agents.protocols.reply import Reply
 from tests.agents.endpoint.claims_hostile import ask, head, send, serving
 from tests.agents.endpoint.claims_recorder import answered, asked, recorder
-from tests.agents.endpoint.claims_requests import refusal
+from tests.agents.endpoint.claims_requests import VALUES, refusal
 from tests.agents.endpoint.world import World
 from tests.documented import NAME, rows
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "search", "description": "Look it up.", "input_schema": {"type": "object"}}
-VALUES = [
-    None,
-    0,
-    -1,
-    1.5,
-    10**30,
-    True,
-    "",
-    "x\x00",
-    [],
-    [[]],
-    ["x"],
-    [1],
-    {},
-    {"type": "x"},
-    [{"type": "text"}],
-]
 
 
 def message(*messages: dict[str, Any], **given: Any) -> Ask:

@@ -19,6 +19,24 @@ from tests.documented import NAME, rows
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+VALUES: list[Any] = [  # of any field
+    None,
+    0,
+    -1,
+    1.5,
+    10**30,
+    True,
+    "",
+    "x\x00",
+    [],
+    [[]],
+    ["x"],
+    [1],
+    {},
+    {"type": "x"},
+    [{"type": "text"}],
+    [{"type": "function"}],
+]
 
 
 def refusal(function: Callable[[], object]) -> str:
@@ -172,32 +190,15 @@ def test_a_stream_has_the_calls_of_tools_and_the_tokens_once(world: World) -> No
 
 
 def test_any_value_of_any_field_is_accepted_or_refused_in_one_line(world: World) -> None:
-    values = [
-        None,
-        0,
-        -1,
-        1.5,
-        10**30,
-        True,
-        "",
-        "x\x00",
-        [],
-        [[]],
-        ["x"],
-        [1],
-        {},
-        {"type": "x"},
-        [{"type": "function"}],
-    ]
     for field in ChatCompletionRequest.model_fields:
-        for value in values:
+        for value in VALUES:
             said = refusal(lambda f=field, v=value: chat(**{f: v}))
             assert said == "not refused" or said.startswith("400 "), (field, value, said)
     for field in CompletionRequest.model_fields:
-        for value in values:
+        for value in VALUES:
             said = refusal(lambda f=field, v=value: text_ask({"prompt": "a"} | {f: v}))
             assert said == "not refused" or said.startswith("400 "), (field, value, said)
-    for value in values:
+    for value in VALUES:
         for message in (
             {"role": value},
             {"role": "user", "content": value},

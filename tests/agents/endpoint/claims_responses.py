@@ -15,9 +15,9 @@ from megatron_stppo.agents.protocols.responses_reply import responses_events, re
 from megatron_stppo.agents.protocols.responses_request import ACCEPTED, IGNORED, responses_ask
 from megatron_stppo.environments.base import AgentEpisode
 from tests.agents.endpoint.claims_agents import check_log_probs, client
-from tests.agents.endpoint.claims_messages import VALUES, events, reply
+from tests.agents.endpoint.claims_messages import events, reply
 from tests.agents.endpoint.claims_recorder import answered, asked, recorder
-from tests.agents.endpoint.claims_requests import refusal
+from tests.agents.endpoint.claims_requests import VALUES, refusal
 from tests.agents.endpoint.world import LIMITS, World
 from tests.documented import NAME, rows
 from tests.rollout.vllm.tiny import task
