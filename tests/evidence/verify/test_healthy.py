@@ -31,7 +31,11 @@ RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, 
         for family in FAMILIES[:3]
         for sync in ("merged", "adapter")
     },
-    **{name: (1, "qwen3", (*ONE, f"algorithm.preset={name}")) for name in VARIANTS if name != "distil"},
+    **{
+        name: (1, "qwen3", (*ONE, f"algorithm.preset={name}", "rollout.samples_per_task=4"))
+        for name in VARIANTS
+        if name != "distil"  # needs a teacher
+    },
     **{f"layout {name}": (2, "qwen3", given) for name, given in LAYOUTS.items()},
     "expert parallelism": (2, "qwen3_moe", (*ONE, "parallel.expert=2")),
     "recomputation": (1, "qwen3", (*ONE, "model.recompute=full")),
