@@ -189,7 +189,8 @@ class Case:
         spec, result = self._output / "specification.json", self._output / "result.json"
         spec.write_text(json.dumps(specification))
         result.unlink(missing_ok=True)
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self._given.threads), "PYTHONPATH": str(ROOT)}
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self._given.threads), "PYTHONPATH": paths}
         if self._given.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         done = subprocess.run(

@@ -2,10 +2,10 @@
 
 megatron's own rotary embedding reads the offsets of the sequences back to the host and computes all cosines
 again, for queries and keys of every layer. Here, each token's angles are looked up once per microbatch.
-Tokens attend only to tokens of their own sequence, and no padding is added. On CUDA this is torch's
-variable-length attention. On a CPU it is one scaled_dot_product_attention per piece, so that a token's result
-does not depend on the other sequences of the pack. Under context parallelism, keys and values are gathered
-over the ranks that share the sequences; queries are not moved (data/context.py).
+Tokens attend only to tokens of their own sequence, and no padding is added. In bfloat16 on CUDA this is
+torch's variable-length attention. On a CPU, and in float32, it is one scaled_dot_product_attention per piece,
+so that a token's result does not depend on the other sequences of the pack. Under context parallelism, keys
+and values are gathered over the ranks that share the sequences; queries are not moved (data/context.py).
 """
 
 from __future__ import annotations
@@ -211,6 +211,12 @@ def _before_and_own(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tenso
     return [(k[:, :, :cut], v[:, :, :cut], False), (k[:, :, cut:], v[:, :, cut:], True)]
 
 
+def masked(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Return what Continued returns, on any device, with a mask [Q, K] that the backward pass keeps."""
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    return functional.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+
+
 def again(x: Tensor, where: Tensor, chosen: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which views of `chosen`, the rows x[where], are not saved for the backward pass:
     they are chosen again in it.
@@ -268,13 +274,14 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params.rotation is not None
         pieces, rotation = packed_seq_params.pieces, packed_seq_params.rotation
         query, key = rotation(query), rotation(key)
-        attend = self._attend_cuda if query.is_cuda else self._attend_each
+        varlen = query.is_cuda and query.dtype != torch.float32  # which varlen_attn does not have
+        attend = self._attend_cuda if varlen else self._attend_each
         if pieces.where is None:
             return attend(query, key, value, pieces).reshape(query.shape[0], -1)
         both = tensor_parallel.gather_from_sequence_parallel_region(
             torch.stack([key, value], 1), group=pieces.group
         )
-        both = heads_for(varlen_attn, query, both) if query.is_cuda else both
+        both = heads_for(varlen_attn, query, both) if varlen else both
         chosen: Tensor = Chosen.apply(both, pieces.where)
         with again(both, pieces.where, chosen):
             key, value = chosen.unbind(1)
@@ -288,11 +295,11 @@ class PackedAttention(torch.nn.Module):
             *(x.transpose(0, 1)[None].split(n, 2) for x, n in zip((query, key, value), lengths, strict=True)),
             strict=True,
         ):
-            if q.shape[2] < k.shape[2]:  # the queries belong to the last of these tokens
-                out.append(Continued.apply(q, k, v, self.scale))
-                continue
-            attend = functional.scaled_dot_product_attention
-            out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, is_causal=True))
+            if q.shape[2] == k.shape[2]:
+                attend = functional.scaled_dot_product_attention
+                out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, is_causal=True))
+            else:  # the queries belong to the last of these tokens
+                out.append((masked if q.is_cuda else Continued.apply)(q, k, v, self.scale))
         return torch.cat(out, dim=2)[0].transpose(0, 1)
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:

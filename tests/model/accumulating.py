@@ -34,8 +34,8 @@ def errors_in(mesh: Any, parallel: dict[str, Any], kind: str, fused: bool) -> di
     from megatron_stppo.weights.sharding.hf_names import ModelShape
 
     dtype = getattr(torch, kind)
-    given = {"gradient_accumulation_fusion": True} if fused else {}
-    config = Config.model_validate({"model": {"path": "none"}, "parallel": parallel, "megatron": given})
+    given = {"model": {"path": "none"}, "megatron": {"gradient_accumulation_fusion": fused}}
+    config = Config.model_validate(given | {"parallel": parallel})
     shape = ModelShape("qwen2", 1, INSIDE, 2, 2, 32, OUTSIDE, 96, False, False, False, 1e6, 1e-6, 64)
     settings = transformer_config(shape, config, mesh, dtype)
     assert settings.gradient_accumulation_fusion == fused

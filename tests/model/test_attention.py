@@ -159,10 +159,10 @@ def test_keys_of_shared_tokens_are_kept_once() -> None:
 
 
 def continued(dtype: torch.dtype) -> list[float]:
-    """Return the largest errors of output and gradients, relative to the largest number, against a mask in
-    float64."""
+    """Return the largest errors of output and gradients of both forms, relative to the largest number,
+    against a mask in float64."""
     process.prepare(engine=False)
-    from megatron_stppo.model.attention import Continued
+    from megatron_stppo.model.attention import Continued, masked
 
     generator = torch.Generator().manual_seed(0)
     sizes = ((HEADS, 5), (KV_HEADS, 12), (KV_HEADS, 12))
@@ -172,12 +172,15 @@ def continued(dtype: torch.dtype) -> list[float]:
     found = []
     for attend, to in (
         (lambda *x: Continued.apply(*x, 0.5), dtype),
+        (lambda *x: masked(*x, 0.5), dtype),
         (lambda *x: scaled_dot_product_attention(*x, mask, scale=0.5, enable_gqa=True), torch.float64),
     ):
         own = [x.to(to).requires_grad_() for x in given]
         out = attend(*own)
         found.append((out, *torch.autograd.grad((out * weight.to(to)).sum(), own)))
-    return [float((x.double() - y).abs().max() / y.abs().max()) for x, y in zip(*found, strict=True)]
+    *both, exact = found
+    pairs = [(x, y) for one in both for x, y in zip(one, exact, strict=True)]
+    return [float((x.double() - y).abs().max() / y.abs().max()) for x, y in pairs]
 
 
 @pytest.mark.parametrize(

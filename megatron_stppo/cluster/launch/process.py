@@ -208,6 +208,8 @@ def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: i
     slurm.check_gpus(os.environ, cuda)
     if cuda:
         torch.cuda.set_device(device_index())
+        if "OMP_NUM_THREADS" not in os.environ:  # torchrun sets it to 1
+            torch.set_num_threads(1)  # starting threads for small tensors takes longer than the GPU's work
     elif world_size() > 1:
         torch.set_num_threads(threads(int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))))
     # A GPU run needs both backends: megatron exchanges tensors on the GPU, the engine and the checkpoints

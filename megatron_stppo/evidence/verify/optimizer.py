@@ -65,8 +65,8 @@ class OptimizerTensor:
     def begin(self) -> None:
         """Choose the sampled numbers. The largest gradient is among them."""
         total, flat = self.master.numel(), gradient_of(self.master).flatten()
-        spread = torch.linspace(0, total - 1, min(total, SAMPLED), device=flat.device).long()
-        self.at = torch.cat([spread, flat.abs().argmax()[None]])
+        every = max(1, total // SAMPLED)  # integers: torch.linspace rounds numbers above 2^24
+        self.at = torch.cat([torch.arange(0, total, every, device=flat.device), flat.abs().argmax()[None]])
         self.want = self.now
         self.mean, self.square = torch.zeros_like(self.want), torch.zeros_like(self.want)
 

@@ -1,19 +1,20 @@
 """Derivatives along a direction, from finite differences, compared with a gradient.
 
-With u the direction and w+ = round(w + h u), w- = round(w - h u) in the model's type, the central difference
+With u the direction and w+ = round(w + h u), w- = round(w - h u) in float32, the central difference
 is D = (f(w+) - f(w-)) / 2h, and the gradient's value E = <g, w+ - w-> / 2h. So the rounding of weights is in
 both. D - E = c h^2 + noise / h for a right gradient. It is computed for steps h that are each a quarter of
 the step before, and extrapolated to h = 0 (Richardson). The larger difference
 between three steps estimates its error. The steps are small, because objectives with clipping have kinks, and
-every kink between w- and w+ adds to the difference.
+every kink between w- and w+ adds to the difference. A step may not change the objective by more than CHANGE
+of its scale, going by the gradient: far away everything is clipped, and the objective is flat.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megatron_stppo.evidence.layouts.counted import Counted, Piece
@@ -23,8 +24,9 @@ FACTOR = 4  # between two steps
 # Largest allowed difference of the slopes, relative to the larger one, besides the estimated errors.
 SHARE, ERRORS = 0.02, 3.0
 COARSE = 0.3  # a slope with a larger tolerance, relative to itself, is not judged
-FIRST = {torch.float32: 4e-3, torch.bfloat16: 0.08}  # norm of the first step / norm of the part's weights
-NOISE = {torch.float32: 1e-7, torch.bfloat16: 1e-4}  # of f, relative to its scale
+FIRST = 4e-3  # norm of the first step / norm of the part's weights
+CHANGE = 0.1  # of the objective by the first step, relative to its scale
+NOISE = 1e-7  # of f, relative to its scale
 
 
 @dataclass(frozen=True)
@@ -71,16 +73,17 @@ class Direction:
     u: Sequence[Tensor]  # of each piece, of any length
     gradient: Sequence[Tensor]  # g of each piece
 
-    def slope(self, f: Callable[[], float], scale: float, dtype: torch.dtype) -> Slope:
+    def slope(self, f: Callable[[], float], scale: float) -> Slope:
         """Return the derivative of f along u / |u|. Collective; the weights are as before afterwards.
 
-        scale: that of f, for the least error by rounding.
+        scale: that of f, for the largest step and for the least error by rounding.
         """
         weights = self.counted.views(self.pieces, lambda parameter: parameter.detach())
         before = [weight.clone() for weight in weights]
         along = self.counted.dot(self.pieces, self.u, self.u) ** 0.5
         size = self.counted.dot(self.pieces, before, before) ** 0.5
-        step = FIRST[dtype] * (size or 1.0)
+        slope = abs(self.counted.dot(self.pieces, self.gradient, self.u)) / along
+        step = min(FIRST * (size or 1.0), CHANGE * scale / slope if slope else math.inf)
         found, apart = list[Slope](), list[float]()
         for number in range(STEPS):
             measured, gradient = self._difference(f, step, along, weights, before)
@@ -88,7 +91,7 @@ class Direction:
             if number > 1:
                 first, second, third = apart[-3:]
                 better = third + (third - second) / (FACTOR**2 - 1)
-                noise = NOISE[dtype] * scale / step
+                noise = NOISE * scale / step
                 error = max(abs(first - second), abs(second - third), noise)
                 found.append(Slope(gradient, gradient + better, error))
                 if ERRORS * error <= SHARE * found[-1].size / 2:
@@ -108,8 +111,8 @@ class Direction:
         values, moved = [], list[list[Tensor]]()
         for sign in (1, -1):
             for weight, old, u in zip(weights, before, self.u, strict=True):
-                weight.copy_(old.float() + sign * step / along * u)
-            moved.append([weight.to(torch.float32, copy=True) for weight in weights])
+                weight.copy_(old + sign * step / along * u)
+            moved.append([weight.clone() for weight in weights])
             values.append(f())
         for weight, old in zip(weights, before, strict=True):
             weight.copy_(old)

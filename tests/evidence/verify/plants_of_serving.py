@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_stppo.evidence.verify import arrival
 from megatron_stppo.model import build
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.training import colocated, stages
@@ -107,6 +108,11 @@ def old_policy_is_the_current(patch: pytest.MonkeyPatch, worker: Worker) -> None
         return real(replace(self, batch=replace(self.batch, old_logprob_T=None)), tokens, **k)
 
     patch.setattr(ActorLoss, "surrogate", current)
+
+
+def small_steps(patch: pytest.MonkeyPatch, worker: Worker) -> None:
+    """No mistake, but too little to see one, as with adapters of a model whose head has small weights."""
+    patch.setattr(arrival, "RATE", 2e-13)
 
 
 FIRST = 100  # the version that the engine has when a plant begins to act

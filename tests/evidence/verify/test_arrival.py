@@ -72,7 +72,9 @@ def test_a_healthy_run_passes_and_each_planted_mistake_is_found_by_its_check(
     given: dict[plants.Plant, str], overrides: Sequence[str], tmp_path: Path
 ) -> None:
     small_run.write(tmp_path)
-    found = run_ranks(verified, 1, tmp_path, [*given], overrides, timeout=300)[0]
+    found = run_ranks(verified, 1, tmp_path, [*given, plants.small_steps], overrides, timeout=300)[0]
     assert found.pop("") == dict.fromkeys((FIRST, LATER, WEIGHTS, CACHE), "ok")
+    small = dict.fromkeys((WEIGHTS, CACHE), "skipped")
+    assert found.pop("small_steps") == dict.fromkeys((FIRST, LATER), "ok") | small
     fails = {name: [check for check in lines if lines[check] == "fails"] for name, lines in found.items()}
     assert fails == {plant.__name__: [check] for plant, check in given.items()}

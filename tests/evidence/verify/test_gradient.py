@@ -4,8 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_stppo.evidence.verify.slopes import Slope
+from megatron_stppo.evidence.verify.slopes import Direction, Slope
 from tests.evidence.verify import bench
 from tests.ranks import run_ranks
 
@@ -28,6 +29,28 @@ def test_a_difference_counts_above_its_share_and_three_estimated_errors():
     assert Slope(0.0, 0.0, 1.0).judged and Slope(0.0, 0.0, 1.0).holds
     assert not Slope(0.0, 2.0, 0.1).holds, "a part without a gradient changes the objective"
     assert math.isclose(Slope(1.0, 1.1, 0.01).tolerance, 0.022 + 0.03)
+
+
+class OneTensor:
+    """What Direction uses of Counted, for one tensor that is the whole model."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def views(self, pieces: object, of: object) -> list[torch.Tensor]:
+        return [self.weight]
+
+    def dot(self, pieces: object, first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
+        return float((first[0].double() * second[0].double()).sum())
+
+
+def test_no_step_goes_where_everything_is_clipped() -> None:
+    """The weights have a norm of 1,000, and the objective is flat at a distance of 0.04 from them."""
+    weight = torch.full((100,), 100.0)
+    gradient = torch.full((100,), 2.5)  # a norm of 25
+    f = lambda: float(((weight.double() - 100).sum() * 2.5).clamp(-1, 1))  # noqa: E731
+    slope = Direction(OneTensor(weight), [None], [gradient], [gradient]).slope(f, 1.0)  # type: ignore[arg-type, list-item]
+    assert slope.judged and slope.holds and slope.measured > 20, slope
 
 
 @pytest.mark.parametrize(("role", "bugs"), [("actor", OF_ACTOR), ("critic", OF_CRITIC)])

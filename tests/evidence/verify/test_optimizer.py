@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.evidence.verify import bench
 from tests.ranks import run_ranks
@@ -18,6 +19,17 @@ def test_adamw_holds_and_every_planted_bug_is_found(tmp_path: Path) -> None:
     assert bench.verdicts(found) == {"": ["ok", "ok"]} | {name: ["fails", "fails"] for name in BUGS}, found
     assert "norm that clips" in found["norm_without_one"][0][1]
     assert "layernorm" in found["norms_decay"][0][1]
+
+
+def test_every_number_of_a_large_tensor_can_be_sampled() -> None:
+    """float32 has no number between 2^24 and 2^24 + 2."""
+    from megatron_stppo.evidence.verify.optimizer import OptimizerTensor
+
+    master = torch.zeros(2**24 + 2)
+    master.grad = torch.zeros_like(master)
+    one = OptimizerTensor("embedding", master, master, 0, 1.0, True)
+    one.begin()
+    assert 0 <= int(one.at.min()) and int(one.at.max()) < len(master) and len(one.at.unique()) > 2000
 
 
 @pytest.mark.parametrize(
