@@ -205,10 +205,8 @@ def _replace_models(stage: Stage) -> None:
     rollouts, learner = stage.rollouts, stage.learner
     if not isinstance(rollouts, Worker):
         for trainer in learner.trainers.values():
-            for tensor in (
-                *(p.data for chunk in trainer.chunks for p in chunk.parameters()),
-                *trainer.states(),
-            ):
+            weights = (weight for chunk in trainer.chunks for weight in trained(chunk))
+            for tensor in (*weights, *trainer.states()):  # a checkpoint of adapters has no frozen weights
                 tensor.detach().zero_()
             trainer.updates = trainer.skipped = trainer.warmup = 0
         return

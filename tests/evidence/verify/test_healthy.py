@@ -34,8 +34,9 @@ RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, 
     **{
         name: (1, "qwen3", (*ONE, f"algorithm.preset={name}", "rollout.samples_per_task=4"))
         for name in VARIANTS
-        if name != "distil"  # needs a teacher
+        if name not in ("distil", "open_loop")  # the first needs a teacher
     },
+    "open_loop": (1, "qwen3", (*ONE, "algorithm.preset=open_loop", "update.minibatches=4")),
     **{f"layout {name}": (2, "qwen3", given) for name, given in LAYOUTS.items()},
     "expert parallelism": (2, "qwen3_moe", (*ONE, "parallel.expert=2")),
     "recomputation": (1, "qwen3", (*ONE, "model.recompute=full")),
