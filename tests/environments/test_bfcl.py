@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import decimal
 import json
+import re
 import subprocess
 import sys
 import time
@@ -202,6 +204,7 @@ HOSTILE = (
     call("sum_values", numbers=[[[[[[1]]]]]]),
     call("sum_values", numbers=[{"a": 1}]),
     call("add", a="x" * 12_000, b=True),
+    call("add", a=1, b=True),
     call("add", a=[], b={}),
     call("add", c=1),
     call("add"),
@@ -244,7 +247,23 @@ def test_text_that_is_no_call_is_answered_and_not_valid(rows: dict[str, Row], te
     (result,) = play(rows["multi_turn_base_0"], [text])
     assert (result.done, result.valid, result.reward) == (False, False, 0.0)
     assert result.observation.startswith('<tool_response>\n{"error": "')
-    assert len(result.observation) < 100_000
+    assert result.tool_calls == result.observation.count("<tool_response>") <= 64
+
+
+def test_no_call_of_the_ground_truth_is_over_a_limit_and_no_precision_of_the_process_changes(
+    rows: dict[str, Row], apis: bfcl_tools.SimulatedApis
+) -> None:
+    before = decimal.getcontext().prec, apis.mpmath.dps
+    refused = re.compile(r'\{"error": .*(must (be|have)|too long|no such (function|arg))')
+    found = set[str]()
+    for row in rows.values():
+        given = row["extra_info"]["bfcl"]
+        played = bfcl_tools.Simulation(apis, given["classes"], given["state"], given["long_context"])
+        calls = [each for turn in given["turns"] for each in turn["calls"]]
+        results = [played.call(each["name"], each["arguments"]) for each in calls]
+        found |= set(filter(refused.match, results))
+    assert found == {'{"error": "ticket_id=\'ticket_001\': must be of type integer"}'}
+    assert (decimal.getcontext().prec, apis.mpmath.dps) == before
 
 
 def test_a_search_of_folders_that_contain_each_other_ends(rows: dict[str, Row]) -> None:
