@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PLANNED = [
     ("qwen2.5-0.5b", "config.yaml", "plan.txt", 1),
     ("qwen2.5-7b", "config.yaml", "plan.txt", 8),
+    ("bfcl", "config.yaml", "plan.txt", 8),
     ("qwen2.5-32b", "config.yaml", "plan.txt", 64),
     ("qwen2.5-32b", "lora.yaml", "lora_plan.txt", 8),
     ("qwen2.5-72b", "config.yaml", "plan.txt", 1024),

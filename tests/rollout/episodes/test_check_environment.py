@@ -190,7 +190,7 @@ def test_every_task_is_played_with_its_own_answer(check: Check, tmp_path: Path) 
         ("text", "Text: stop_strings '</answer>'; give a tuple"),
         ("needs", "making an episode's environment: raised TypeError: "),
         ("fails", "FileNotFoundError: board.json"),
-        ("absent", "has no attribute 'absent'; give search, reasoning_gym, agent, or M"),
+        ("absent", "has no attribute 'absent'; give search, reasoning_gym, bfcl, agent, or M"),
     ],
 )
 def test_a_defect_of_an_environment_gives_one_line_and_exit_code_2(
