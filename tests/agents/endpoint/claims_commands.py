@@ -75,13 +75,45 @@ def test_a_command_that_fails_hangs_or_prints_no_result_is_an_outcome(world: Wor
     assert said.outcome == "error" and said.detail.startswith(
         "CommandFailed: the command's last line is 'good'"
     )
-    child = "import subprocess; subprocess.Popen(['sleep', '54321']); import time; time.sleep(60)"
-    (hung,) = world.play(command("1", extra=child), deadline=1.0)
+    (hung,) = world.play(command("1", extra="import time; time.sleep(60)"), deadline=1.0)
     assert hung.outcome == "timeout"
-    deadline = time.monotonic() + 5
-    while [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "54321"]]:
-        assert time.monotonic() < deadline, "its children are ended too"
-        time.sleep(0.05)
+
+
+def test_nothing_of_an_episode_is_left_however_it_ends(world: World) -> None:
+    """Not one process, though they ignore SIGTERM and have left the session, and no file."""
+    before = tempfile.tempdir
+    for end, outcome in (("ends", "ok"), ("fails", "error"), ("hangs", "timeout")):
+        with tempfile.TemporaryDirectory() as scratch:
+            tempfile.tempdir = scratch
+            word = Path(scratch).name
+            program = [sys.executable, str(Path(__file__).with_name("leaving.py")), word, end]
+            agent = open_agent(EnvironmentConfig(kind="agent", command=program))
+            started = time.monotonic()
+            (played,) = world.play(agent, deadline=4.0)
+            seconds = time.monotonic() - started
+            tempfile.tempdir = before
+            assert played.outcome == outcome, played.detail
+            assert end == "hangs" or seconds < 3.5, "it does not wait for processes that hold the output"
+            assert end != "ends" or played.detail.startswith(f"{scratch}/episode-")
+            assert end != "ends" or played.detail.endswith(" True"), "the folder was empty"
+            assert not list(Path(scratch).iterdir())
+            running = [p for p in psutil.process_iter(["cmdline"]) if word in (p.info["cmdline"] or ())[-1:]]
+            assert not running
+    (next_one,) = world.play(command("1"))
+    assert next_one.outcome == "ok"
+
+
+def test_a_process_that_cannot_be_found_does_not_hold_up_the_episode(world: World) -> None:
+    """It has its own session and no environment, and its parent has ended."""
+    hide = """
+import subprocess
+program = "import sys; print(1, flush=True); import time; time.sleep(12)"
+hidden = ["setsid", "-f", "env", "-i", sys.executable, "-c", program]
+subprocess.run(["setsid", "-f", "env", "-i", *hidden])
+import time; time.sleep(0.3)
+"""
+    (played,) = world.play(command("1", extra=hide))
+    assert (played.outcome, played.reward) == ("ok", 1.0), played.detail
 
 
 def test_the_agent_for_a_hosted_model_plays_with_nothing_but_the_address_changed(world: World) -> None:

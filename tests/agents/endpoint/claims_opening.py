@@ -65,3 +65,12 @@ def test_a_template_after_which_no_message_can_follow_is_refused_at_the_start(wo
         assert "set environment.after_end=text" in str(error)
     else:
         raise AssertionError("not refused: every episode would end in an error")
+
+
+def test_an_address_that_other_machines_can_reach_is_warned_of_in_one_line(world: World) -> None:
+    for host in ("127.0.0.1", "127.0.0.2", "::1"):
+        assert opening._unencrypted(host, host, 80) == ""
+    for host in ("10.0.0.7", "fe80::1", "192.0.2.1"):
+        warning = opening._unencrypted("node\n7", host, 80)
+        assert warning.startswith("environment.agents_address=node 7: agents connect to ")
+        assert "plain HTTP" in warning and "SSH tunnel" in warning and "\n" not in warning
