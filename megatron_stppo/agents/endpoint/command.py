@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import tempfile
+import time
 from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import Sequence
 from contextlib import suppress
@@ -42,7 +43,7 @@ async def last_line(command: Sequence[str], variables: Sequence[str], episode: A
 
 
 async def _played(command: Sequence[str], environment: dict[str, str], task: str) -> str:
-    loop = asyncio.get_running_loop()
+    loop, since = asyncio.get_running_loop(), time.clock_gettime(time.CLOCK_BOOTTIME)
     transport, protocol = await loop.subprocess_exec(
         lambda: _Watched(MAX_OUTPUT, loop),
         *command,
@@ -61,7 +62,7 @@ async def _played(command: Sequence[str], environment: dict[str, str], task: str
         await protocol.exited.wait()
     finally:
         feeding.cancel()  # a program need not read its task
-        await asyncio.to_thread(leftovers.kill, process.pid, environment["OPENAI_API_KEY"])
+        await asyncio.to_thread(leftovers.kill, process.pid, environment["OPENAI_API_KEY"], since)
         await asyncio.wait({ending}, timeout=leftovers.PATIENCE)  # the rest of the output
         transport.close()  # if a process holds the output that could not be found
     (out, err), status = await ending
