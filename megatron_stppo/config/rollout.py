@@ -64,6 +64,12 @@ class EnvironmentConfig(Section):
         [],
         description="agent: environment variables that the command gets besides PATH and a few more",
     )
+    agents_address: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="agent: IP address or host name of this machine at which agents reach the policy, over "
+        "plain HTTP",
+    )
     tool_parser: str | None = Field(
         None,
         description="agent: vLLM's parser of tool calls, such as hermes; needed for tools",

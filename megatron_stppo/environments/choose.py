@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 
+from megatron_stppo.base import interfaces
 from megatron_stppo.config import ConfigError, EnvironmentConfig, own_code
 from megatron_stppo.config.own_code import FOUND
 from megatron_stppo.environments import bfcl, reasoning_gym, rewarded, search
@@ -69,11 +71,22 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
             search.open_retriever(config)
     elif config.kind in BUILT_IN:
         BUILT_IN[config.kind](config)
-    elif config.kind != AGENT:
+    elif config.kind == AGENT:
+        _check_agent(config)
+    else:
         own_code.named(f"environment.kind={config.kind}", config.kind, config.modules, "factory", REMEDY)
-    elif config.agent is not None:
+
+
+def _check_agent(config: EnvironmentConfig) -> None:
+    listen_for_agents(config.agents_address).close()
+    if config.agent is not None:
         own_code.named(f"environment.agent={config.agent}", config.agent, config.modules, "agent")
     elif config.command is not None and shutil.which(config.command[0]) is None:
         raise ConfigError(
             f"environment.command={config.command[0]}: no such program; give its path, or set PATH"
         )
+
+
+def listen_for_agents(address: str) -> socket.socket:
+    """Return a socket that listens at `environment.agents_address`. Raises ConfigError."""
+    return interfaces.listen("environment.agents_address", address, "agents")

@@ -153,6 +153,23 @@ def test_an_address_for_replicas_that_is_not_one_of_this_machine_is_refused(
     assert not (root / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("192.0.2.1", "cannot listen on 192.0.2.1 (Cannot assign requested address); give the address of a"),
+        ("0.0.0.0", "means every interface of this machine; give the address of the one that agents"),
+        ("no such host", "is not known ("),
+    ],
+)
+def test_an_address_for_agents_that_is_not_one_of_this_machine_is_refused(
+    root: Path, said: Said, address: str, why: str
+) -> None:
+    agent = ("environment.kind=agent", "environment.command=[echo]")
+    message = said("train", root / "run.yaml", *agent, f"environment.agents_address={address}")
+    assert message.startswith(f"environment.agents_address={address}: {why}")
+    assert not (root / "runs").exists()
+
+
 def test_under_torchrun_the_reason_is_the_last_thing_printed(root: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "megatron_stppo", "train", str(root / "run.yaml"), "update.epoch=2"]

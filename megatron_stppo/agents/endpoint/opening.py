@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import ipaddress
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.text.conversation import encode_after
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import AnyEnvironment
+from megatron_stppo.observe.console import say
 from megatron_stppo.rollout.episodes.collect import open_together
 from megatron_stppo.rollout.vllm.vllm_setup import end_of_text_ids
 from megatron_stppo.weights.sharding.hf_load import load_config, load_tokenizer
@@ -29,8 +31,8 @@ from megatron_stppo.weights.sharding.hf_load import load_config, load_tokenizer
 def open_environment(config: Config, resume: bool) -> Callable[[], AnyEnvironment]:
     """Return a function that makes the environment of one episode. Collective.
 
-    For an agent, the first rank of each engine listens on the loopback interface. `resume` and the errors are
-    those of open_together.
+    For an agent, the first rank of each engine listens at environment.agents_address. `resume` and the
+    errors are those of open_together.
     """
     section = config.environment
 
@@ -68,14 +70,28 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
     _check_template(tokenizer, rules.ends)
     if dist.get_rank() % config.engine_tensor:
         return _unused
+    name, address = path.name or "policy", section.agents_address
+    endpoint = Endpoint(name, config.max_context, rules.parser is not None, address=address)
     try:
-        endpoint = Endpoint(path.name or "policy", config.max_context, rules.parser is not None).start()
-    except (OSError, RuntimeError) as error:
+        endpoint.start()
+    except RuntimeError as error:
         raise ConfigError(
-            f"environment.kind=agent: the endpoint cannot listen on the loopback interface ({error}); free "
-            "ports or file descriptors of this machine"
+            f"environment.kind=agent: {error}; free file descriptors of this machine"
         ) from error
+    if warning := _unencrypted(address, endpoint.host, endpoint.port):
+        say(warning)
     return partial(AgentEnvironment, agent, endpoint, rules)
+
+
+def _unencrypted(address: str, host: str, port: int) -> str:
+    """Return a warning if other machines can reach the endpoint, else an empty text."""
+    if ipaddress.ip_address(host).is_loopback:
+        return ""
+    return (
+        f"environment.agents_address={one_line(address)}: agents connect to {host}:{port} over plain HTTP, "
+        "which does not encrypt texts and keys; outside a private network use an SSH tunnel or a TLS proxy "
+        "(docs/agents.md)"
+    )
 
 
 def _tokenizer(loaded: Any) -> Any:

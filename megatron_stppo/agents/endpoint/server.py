@@ -1,4 +1,4 @@
-"""The server of a process: a thread with an event loop of its own, listening on the loopback interface."""
+"""The server of a process: a thread with an event loop of its own, listening on one network interface."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megatron_stppo.agents.endpoint.app import Doors, application
 from megatron_stppo.agents.endpoint.session import DEFAULT, EndpointLimits, Session
 from megatron_stppo.agents.protocols.asks import Ask
+from megatron_stppo.environments.choose import listen_for_agents
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 MAX_HEAD = 2**14  # bytes of the head of a request
 START_SECONDS = 30.0
 log = logging.getLogger(__name__)
@@ -26,18 +27,23 @@ class Endpoint:
     """The server of the agents of this process. Example: start(), then open() for every episode."""
 
     def __init__(
-        self, model: str, max_context: int, has_parser: bool, limits: EndpointLimits = DEFAULT
+        self,
+        model: str,
+        max_context: int,
+        has_parser: bool,
+        limits: EndpointLimits = DEFAULT,
+        address: str = LOOPBACK,
     ) -> None:
-        """model: the name that clients get."""
+        """model: the name that clients get. address: where it listens, see choose.listen_for_agents."""
         self.model, self._limits = model, limits
         self._sessions: dict[str, Session] = {}
         doors = Doors(self._sessions, model, max_context, has_parser, limits.body_seconds)
-        self._socket = socket.create_server((HOST, 0))
+        self._socket = listen_for_agents(address)
         # Connections inherit TCP_NODELAY from this socket. asyncio sets it only for sockets that were created
         # with a protocol number, which this one was not. Without it the body of a reply waits for the
         # acknowledgement of its head, up to 40 ms.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.port: int = self._socket.getsockname()[1]
+        self.host, self.port = self._socket.getsockname()[:2]
         config = uvicorn.Config(
             application(doors),
             http=_connection(limits.head_seconds),
@@ -72,7 +78,8 @@ class Endpoint:
         return session
 
     def url(self, session: Session) -> str:
-        return f"http://{HOST}:{self.port}/{session.name}/v1"
+        host = f"[{self.host}]" if ":" in self.host else self.host  # IPv6
+        return f"http://{host}:{self.port}/{session.name}/v1"
 
     def shut(self, session: Session) -> None:
         """Close the session of an episode: its token is not valid any more."""

@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import psutil
+import pytest
+from openai import AsyncOpenAI, AuthenticationError
 
 from megatron_stppo.agents.endpoint.recorder import Recorder
 from megatron_stppo.agents.endpoint.server import Endpoint
 from megatron_stppo.agents.endpoint.session import EndpointLimits, Session
 from megatron_stppo.agents.protocols.body import MAX_BYTES
-from megatron_stppo.environments.base import Completion
+from megatron_stppo.environments.base import AgentEpisode, Completion
 from tests.agents.endpoint.world import World
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -128,6 +130,38 @@ def test_only_the_loopback_interface_listens(world: World) -> None:
     assert not [
         address for address in listening if address.port == world.endpoint.port and address.ip != "127.0.0.1"
     ]
+
+
+def test_agents_elsewhere_reach_the_address_that_they_are_given_and_need_the_key(world: World) -> None:
+    endpoint = Endpoint("tiny", 256, True, address="127.0.0.2").start()
+    world.endpoint = endpoint
+    listening = {c.laddr for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
+    assert [address.ip for address in listening if address.port == endpoint.port] == ["127.0.0.2"]
+    seen = []
+
+    async def agent(episode: AgentEpisode) -> float:
+        seen.append(episode.base_url)
+        async with AsyncOpenAI(base_url=episode.base_url, api_key="x", max_retries=0) as thief:
+            with pytest.raises(AuthenticationError):
+                await thief.chat.completions.create(model="m", messages=[])
+        async with AsyncOpenAI(base_url=episode.base_url, api_key=episode.api_key) as client:
+            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        return 1.0
+
+    (played,) = world.play(agent)
+    endpoint.close()
+    assert (played.outcome, len(played.turns)) == ("ok", 1), played.detail
+    assert seen[0].startswith(f"http://127.0.0.2:{endpoint.port}/")
+
+
+def test_an_ipv6_address_is_in_brackets(world: World) -> None:
+    endpoint = Endpoint("tiny", 256, True, address="::1").start()
+
+    async def url() -> str:
+        return endpoint.url(endpoint.open())
+
+    assert asyncio.run(url()).startswith(f"http://[::1]:{endpoint.port}/")
+    endpoint.close()
 
 
 def test_large_deep_and_garbled_bodies_are_refused_and_others_are_served(world: World) -> None:

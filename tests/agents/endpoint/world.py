@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from safetensors.torch import load_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -24,6 +25,7 @@ from tests.rollout.vllm.tiny import CONTEXT, fill, task
 
 LIMITS = Limits(max_prompt_tokens=60, max_turn_tokens=8, max_observation_tokens=30, max_context=CONTEXT)
 SEED = 11
+SKIPPED = "skipped: "
 
 
 @dataclass
@@ -58,7 +60,7 @@ def reference(folder: Path) -> Any:
 
 
 def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
-    """Return {claim: traceback, or "" if it holds} of the claims FILE:FUNCTION."""
+    """Return {claim: traceback, SKIPPED with a reason, or "" if it holds} of the claims FILE:FUNCTION."""
     from vllm.tool_parsers import ToolParserManager
 
     from megatron_stppo.agents.endpoint.recorder import Rules
@@ -85,6 +87,8 @@ def observe(folder: Path, claims: Sequence[str]) -> dict[str, str]:
         try:
             getattr(importlib.import_module(f"tests.agents.endpoint.{module}"), name)(copy.copy(world))
             found[claim] = ""
+        except pytest.skip.Exception as skipped:
+            found[claim] = f"{SKIPPED}{skipped}"
         except Exception:
             found[claim] = traceback.format_exc()
     world.endpoint.close()

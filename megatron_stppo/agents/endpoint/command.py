@@ -1,0 +1,125 @@
+"""An agent that is a program: one process per episode, which leaves no process and no file behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+
+from megatron_stppo.agents.endpoint import leftovers
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.base.types import Task
+from megatron_stppo.environments.base import AgentEpisode
+
+MOST_IN_VARIABLE = 100_000  # bytes of a task: Linux limits a variable to 128 KiB
+# The variables that a command gets from the run, besides those of environment.command_variables.
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV")
+MAX_OUTPUT = 2**16  # bytes of a command's output that are kept, the last ones
+
+
+class CommandFailed(RuntimeError):
+    """A command of an agent ended with an error, or its last line is not a result."""
+
+
+async def last_line(command: Sequence[str], variables: Sequence[str], episode: AgentEpisode) -> str:
+    """Play an episode with a program, and return the last line of its output.
+
+    The program runs without a shell, in a session of its own, and reads its task from the standard input.
+    TMPDIR is an empty folder. When the program ends, or this call is cancelled, all of its processes are
+    killed and the folder is removed.
+    """
+    task = as_json(episode.task)
+    folder = tempfile.TemporaryDirectory(prefix="episode-", ignore_cleanup_errors=True)
+    try:
+        return await _played(command, _environment(variables, episode, task, folder.name), task)
+    finally:
+        await asyncio.to_thread(folder.cleanup)
+
+
+async def _played(command: Sequence[str], environment: dict[str, str], task: str) -> str:
+    loop, since = asyncio.get_running_loop(), time.clock_gettime(time.CLOCK_BOOTTIME)
+    transport, protocol = await loop.subprocess_exec(
+        lambda: _Watched(MAX_OUTPUT, loop),
+        *command,
+        env=environment,
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=PIPE,
+        start_new_session=True,
+    )
+    process = Process(transport, protocol, loop)
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    feeding = asyncio.ensure_future(_feed(process.stdin, task.encode()))
+    reading = asyncio.gather(_last(process.stdout), _last(process.stderr))
+    ending = asyncio.gather(reading, process.wait())
+    try:
+        await protocol.exited.wait()
+    finally:
+        feeding.cancel()  # a program need not read its task
+        await asyncio.to_thread(leftovers.kill, process.pid, environment["OPENAI_API_KEY"], since)
+        await asyncio.wait({ending}, timeout=leftovers.PATIENCE)  # the rest of the output
+        transport.close()  # if a process holds the output that could not be found
+    (out, err), status = await ending
+    if status:
+        said = one_line(err.decode("utf-8", "replace").strip().rpartition("\n")[2])
+        raise CommandFailed(f"the command ended with status {status}: {said}")
+    lines = out.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+class _Watched(SubprocessStreamProtocol):
+    """asyncio's streams of a process, whose end is seen although processes that it left hold its output.
+
+    Process.wait() of Python 3.11 also waits until the output is closed.
+    """
+
+    def __init__(self, limit: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit, loop)
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        super().process_exited()
+        self.exited.set()
+
+
+def _environment(variables: Sequence[str], episode: AgentEpisode, task: str, folder: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in (*INHERITED, *variables) if name in os.environ}
+    given = {
+        "OPENAI_BASE_URL": episode.base_url,
+        "OPENAI_API_KEY": episode.api_key,
+        "ANTHROPIC_BASE_URL": episode.anthropic_base_url,
+        "ANTHROPIC_AUTH_TOKEN": episode.api_key,
+        "MEGATRON_STPPO_MODEL": episode.model,
+        "MEGATRON_STPPO_SEED": str(episode.seed),
+        "TMPDIR": folder,
+    }
+    if len(task) <= MOST_IN_VARIABLE:
+        given["MEGATRON_STPPO_TASK"] = task
+    return kept | given
+
+
+def as_json(task: Task) -> str:
+    """Return a task as a command gets it: one line of ASCII. A message has its keys as in the data."""
+    return json.dumps(asdict(task) | {"prompt": [message.as_dict() for message in task.prompt]})
+
+
+async def _feed(stream: asyncio.StreamWriter, text: bytes) -> None:
+    """Write the text and close the stream. A program that ends before it has read everything is no error."""
+    with suppress(ConnectionError):
+        stream.write(text)
+        await stream.drain()
+    stream.close()
+
+
+async def _last(stream: asyncio.StreamReader) -> bytes:
+    """Read to the end, and return the last MAX_OUTPUT bytes."""
+    kept = b""
+    while part := await stream.read(MAX_OUTPUT):
+        kept = (kept + part)[-MAX_OUTPUT:]
+    return kept
