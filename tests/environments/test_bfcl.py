@@ -233,7 +233,7 @@ def test_hostile_arguments_give_an_error_at_once(rows: dict[str, Row]) -> None:
     "text",
     [
         "<tool_call>",
-        "<tool_call>" * 3000,
+        "<tool_call>" * 2900,
         "<tool_call></tool_call>",
         "<tool_call>[]</tool_call>",
         '<tool_call>{"name": 3}</tool_call>',
