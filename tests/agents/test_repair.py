@@ -156,6 +156,7 @@ def test_code_that_forges_results_passes_no_test(
     forged = (
         "import os, sys; os.write(1, b'ready\\n' + b'null\\n' * 9); os._exit(0)",
         "import json; json.dumps = lambda value: 'null'\ndef area(*_): return 1\nperimeter = area",
+        "import sys\ndef area(*_): return sys._getframe(1).f_globals['test']['result']\nperimeter = area",
         "class Same(int):\n    __eq__ = lambda *_: True\ndef area(*_): return Same(1)\nperimeter = area",
     )
     for code in forged:
