@@ -84,6 +84,7 @@ def test_a_plan_says_why_nothing_is_shared_and_how_small_the_run_is(
     assert small.reason == f"prefixes shared, measured on {source}, on 8 episodes instead of 16"
 
 
+@pytest.mark.long
 def test_the_command_prints_the_share_and_refuses_a_run_that_is_too_small(model: Path, source: Path) -> None:
     config = model / "shared.yaml"
     config.write_text(
