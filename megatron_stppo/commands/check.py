@@ -12,7 +12,7 @@ import typer
 from megatron_stppo.base.errors import Ending
 from megatron_stppo.cluster.exits import crash
 from megatron_stppo.cluster.launch import process
-from megatron_stppo.commands.open_run import open_config
+from megatron_stppo.commands.open_run import open_config, uncollected
 from megatron_stppo.commands.options import File, Overrides, command_group, examples
 
 commands = command_group()
@@ -42,10 +42,11 @@ def audit(
 
     settings = open_config(sources.config_of(run), overrides, "audit", checkpoint=True)
     sources.check_audit(settings, run)
-    process.prepare(engine=False)
-    process.check(settings)
-    from megatron_stppo.evidence.audit.audit import audit as check
-    from megatron_stppo.evidence.audit.report import CRASHED
+    with uncollected():
+        process.prepare(engine=False)
+        process.check(settings)
+        from megatron_stppo.evidence.audit.audit import audit as check
+        from megatron_stppo.evidence.audit.report import CRASHED
 
     try:
         code = check(settings, run, tolerance)
@@ -67,8 +68,9 @@ def check_layouts(
 ) -> None:
     """Compute one step under every layout that fits the ranks; exit 1 if two of them differ."""
     settings = open_config(config, overrides, "check-layouts")
-    process.prepare(engine=False)
-    from megatron_stppo.evidence.layouts.check import check_layouts as check
+    with uncollected():
+        process.prepare(engine=False)
+        from megatron_stppo.evidence.layouts.check import check_layouts as check
 
     raise typer.Exit(int(check(settings, output) > 0))
 

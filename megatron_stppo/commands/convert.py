@@ -10,7 +10,7 @@ import typer
 
 from megatron_stppo.base.files import check_absent, check_empty
 from megatron_stppo.cluster.launch import process
-from megatron_stppo.commands.open_run import open_config
+from megatron_stppo.commands.open_run import open_config, uncollected
 from megatron_stppo.commands.options import File, Overrides, command_group, examples
 from megatron_stppo.observe.console import say
 
@@ -32,8 +32,9 @@ Output = Annotated[Path, typer.Argument(help="new folder to write")]
 def to_hf(config: File, checkpoint: Checkpoint, output: Output, overrides: Overrides = None) -> None:
     """Write a checkpoint's actor as a Hugging Face folder, on any number of ranks."""
     settings = _open(config, checkpoint, output, overrides)
-    process.prepare(engine=False)
-    from megatron_stppo.checkpoint import convert
+    with uncollected():
+        process.prepare(engine=False)
+        from megatron_stppo.checkpoint import convert
 
     convert.to_hf(settings, checkpoint, output)
 
@@ -51,8 +52,9 @@ def to_peft(config: File, checkpoint: Checkpoint, output: Output, overrides: Ove
     from megatron_stppo.validation import lora
 
     lora.check_used(settings, "convert to-peft")
-    process.prepare(engine=False)
-    from megatron_stppo.checkpoint import export_peft
+    with uncollected():
+        process.prepare(engine=False)
+        from megatron_stppo.checkpoint import export_peft
 
     export_peft.to_peft(settings, checkpoint, output)
 
@@ -72,8 +74,9 @@ def to_megatron(
     """Write model.path, a Hugging Face folder, as a megatron checkpoint, on any number of ranks."""
     settings = open_config(config, overrides, "convert")
     check_empty("output", output)
-    process.prepare(engine=False)
-    from megatron_stppo.checkpoint import convert
+    with uncollected():
+        process.prepare(engine=False)
+        from megatron_stppo.checkpoint import convert
 
     convert.to_megatron(settings, output)
 

@@ -10,7 +10,7 @@ import typer
 
 from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.cluster.launch import process
-from megatron_stppo.commands.open_run import open_config
+from megatron_stppo.commands.open_run import open_config, uncollected
 from megatron_stppo.commands.options import File, Overrides, command_group, examples
 
 if TYPE_CHECKING:  # --help must not import torch
@@ -74,9 +74,10 @@ def plan(
     if len(gpus) > 1:
         raise ConfigError(f"--gpus: {len(gpus)} values; give one, or add --asynchronous")
     settings = open_config(config, overrides, "plan", world=gpus[0])
-    process.prepare(engine=False, device="meta")
-    from megatron_stppo.plan.dry_run import plan as dry_run
-    from megatron_stppo.plan.report import write_plan
+    with uncollected():
+        process.prepare(engine=False, device="meta")
+        from megatron_stppo.plan.dry_run import plan as dry_run
+        from megatron_stppo.plan.report import write_plan
 
     found = dry_run(settings, gpus[0], source=None if source is None else _recorded(settings, source))
     write_plan(found, as_json)
@@ -118,10 +119,11 @@ def _plan_asynchronous(
     settings = load(config, overrides)
     given = assumptions.read(settings, assume)
     candidates = {count: splits.candidates(settings, count) for count in gpus}
-    process.prepare(engine=False, device="meta")
-    from megatron_stppo.plan.outlook import Planner, recorded_lengths
-    from megatron_stppo.plan.report import write_outlooks
-    from megatron_stppo.plan.simulation.workload import Workload
+    with uncollected():
+        process.prepare(engine=False, device="meta")
+        from megatron_stppo.plan.outlook import Planner, recorded_lengths
+        from megatron_stppo.plan.report import write_outlooks
+        from megatron_stppo.plan.simulation.workload import Workload
 
     recorded = None if source is None else recorded_lengths(source)
     lengths = recorded or assumptions.lengths(settings, given)

@@ -16,7 +16,7 @@ import pybind11
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
 EMULATOR = Path(__file__).parent / "emulator"
-# setup.py's, for what changes results; -O1 for what only has to be built
+# setup.py's, for what changes results
 VECTORISE = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-mprefer-vector-width=256"]
 VECTORISE += ["--param", "vect-max-peeling-for-alignment=0"]
 LAUNCH = re.compile(r"(\w+)<<<(\w+), (\w+), [^>]*?(?:<[^>]*>[^>]*)?>>>\((.*?)\);")
@@ -24,16 +24,19 @@ LAUNCH = re.compile(r"(\w+)<<<(\w+), (\w+), [^>]*?(?:<[^>]*>[^>]*)?>>>\((.*?)\);
 
 def for_instruction_set(march: str, name: str, folder: Path) -> ModuleType:
     """Compile the CPU ops for one instruction set instead of clones for several."""
-    flags = [*VECTORISE, "-DSTPPO_CLONES=", f"-march={march}"]
-    sources = {path: flags for path in sorted(CSRC.glob("*_cpu.cpp"))}
-    _build(name, sources, [], folder)
+    _build(name, _cpu_ops(march), [], folder)
     return load(name, folder)
+
+
+def _cpu_ops(march: str) -> dict[Path, Sequence[str]]:
+    flags = [*VECTORISE, "-DSTPPO_CLONES=", f"-march={march}"]
+    return {path: flags for path in sorted(CSRC.glob("*_cpu.cpp"))}
 
 
 def build_emulated_cuda(folder: Path) -> None:
     """Every .cu on the CPU, in place of the GPU: pass on_gpu=True with tensors in the CPU's memory.
 
-    Use load("emulated", folder).
+    Use load("emulated", folder). Its CPU ops are those of for_instruction_set("x86-64-v3").
     """
     flags = ["-O2", f"-I{EMULATOR}", "-include", str(EMULATOR / "cuda_on_cpu.h"), "-Wno-unknown-pragmas"]
     sources: dict[Path, Sequence[str]] = {EMULATOR / "cuda_on_cpu.cpp": flags}
@@ -43,7 +46,7 @@ def build_emulated_cuda(folder: Path) -> None:
         plain = folder / f"{path.stem}_emulated.cpp"
         plain.write_text(text)
         sources[plain] = flags
-    sources |= {path: ["-O1", "-fopenmp", "-DSTPPO_CLONES="] for path in sorted(CSRC.glob("*_cpu.cpp"))}
+    sources |= _cpu_ops("x86-64-v3")
     _build("emulated", sources, ['-DSTPPO_CUDA="emulated"'], folder)
 
 

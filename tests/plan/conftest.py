@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.cluster.launch import process
-from tests.plan import real_step
+from tests.plan import in_planner, real_step
 
 
 @pytest.fixture(scope="package")
 def planner() -> Iterator[ProcessPoolExecutor]:
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, process.prepare, (False, "meta")) as alone:
+    with ProcessPoolExecutor(1, spawn, in_planner.prepare) as alone:
         yield alone
 
 
@@ -24,4 +23,12 @@ def planner() -> Iterator[ProcessPoolExecutor]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("model")
     real_step.write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="package")
+def thin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with one layer: for what does not depend on their number."""
+    folder: Path = tmp_path_factory.mktemp("thin")
+    real_step.write_model(folder, num_hidden_layers=1)
     return folder

@@ -11,7 +11,8 @@ import pytest
 from megatron_stppo.config import ConfigError
 from megatron_stppo.plan.simulation.workload import Sizes
 from tests.plan import small_outlooks
-from tests.plan.test_plans import run
+from tests.plan.in_planner import command
+from tests.plan.test_plans import EXAMPLES
 
 LONG_TAIL = ("tool_seconds=1", "tool_seconds_p99=30", "switch_seconds=0.001")
 NO_TOOLS = ("tool_seconds=0.000001", "tool_seconds_p99=0.000001", "switch_seconds=0.001")
@@ -19,9 +20,9 @@ SLOW_TRAINING = ("training_share=0.00000001",)
 
 
 def test_training_at_the_peak_rate_takes_the_time_of_the_bounds(
-    model: Path, planner: ProcessPoolExecutor
+    thin: Path, planner: ProcessPoolExecutor
 ) -> None:
-    found, bound = planner.submit(small_outlooks.trainer_seconds, str(model)).result()
+    found, bound = planner.submit(small_outlooks.trainer_seconds, str(thin)).result()
     assert found == pytest.approx(bound, rel=1e-6)
 
 
@@ -46,15 +47,16 @@ def test_two_gpus_without_a_tail_are_slower_apart(model: Path, planner: ProcessP
     assert found["gain"] < 0.6
 
 
-def test_the_command_prints_every_split_and_its_assumptions(model: Path) -> None:
-    config = model / "asynchronous.yaml"
+def test_the_command_prints_every_split_and_its_assumptions(thin: Path, planner: ProcessPoolExecutor) -> None:
+    config = thin / "asynchronous.yaml"
     config.write_text(
-        f"model: {{path: {model}}}\n"
+        f"model: {{path: {thin}}}\n"
         "rollout: {max_context: 256, max_prompt_tokens: 128, max_turn_tokens: 64, tasks_per_iteration: 8}\n"
         "environment: {max_turns: 2, max_observation_tokens: 32}\n"
         "update: {minibatches: 1}\n"
     )
-    result = run(str(config), "--asynchronous", "--gpus", "1", "--gpus", "2", "--assume", "turns=1", "--json")
+    arguments = ("--asynchronous", "--gpus", "1", "--gpus", "2", "--assume", "turns=1", "--json")
+    result = command(planner, str(config), *arguments)
     assert (result.returncode, result.stderr) == (0, "")
     found = json.loads(result.stdout)
     assert found["assumed"]["turns"] == 1
@@ -79,8 +81,10 @@ def test_the_command_prints_every_split_and_its_assumptions(model: Path) -> None
         (("--gpus", "2", "--asynchronous", "--assume", "turn=1"), "there is no assumption 'turn'"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(arguments: tuple[str, ...], why: str) -> None:
-    result = run("examples/qwen2.5-7b/config.yaml", *arguments)
+def test_options_that_do_not_fit_are_refused(
+    arguments: tuple[str, ...], why: str, planner: ProcessPoolExecutor
+) -> None:
+    result = command(planner, str(EXAMPLES / "qwen2.5-7b" / "config.yaml"), *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("megatron-stppo: --") and why in result.stderr
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan import real_step, small_plans
+from tests.plan.in_planner import command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # (folder, configuration, its plan, GPUs)
@@ -79,13 +80,15 @@ def test_every_example_fits_its_gpus(folder: str, config: str, plan: str, gpus: 
     assert lines[-1] == "fits"
 
 
-def test_a_run_that_does_not_fit_exits_with_2_and_json_has_the_same_message(model: Path) -> None:
-    config = model / "run.yaml"
+def test_a_run_that_does_not_fit_exits_with_2_and_json_has_the_same_message(
+    thin: Path, planner: ProcessPoolExecutor
+) -> None:
+    config = thin / "run.yaml"
     config.write_text(
-        f"model: {{path: {model}}}\n"
+        f"model: {{path: {thin}}}\n"
         "rollout: {max_context: 256, max_prompt_tokens: 128, max_turn_tokens: 64, tasks_per_iteration: 8}\n"
     )
-    result = run(str(config), "rollout.gpu_memory_utilization=0.0001", "--gpus", "2", "--json")
+    result = command(planner, str(config), "rollout.gpu_memory_utilization=0.0001", "--gpus", "2", "--json")
     found = json.loads(result.stdout)
     assert result.returncode == 2
     assert result.stderr == f"megatron-stppo: {found['broken'][0]}\n"
@@ -95,10 +98,12 @@ def test_a_run_that_does_not_fit_exits_with_2_and_json_has_the_same_message(mode
     assert stage["totals"]["update"] == sum(stage["phases"]["update"].values())
 
 
-def test_an_impossible_layout_exits_with_2_and_without_a_plan(model: Path) -> None:
+def test_an_impossible_layout_exits_with_2_and_without_a_plan(
+    model: Path, planner: ProcessPoolExecutor
+) -> None:
     config = model / "run.yaml"
     config.write_text(f"model: {{path: {model}}}\nparallel: {{tensor: 3}}\n")
-    result = run(str(config), "--gpus", "3")
+    result = command(planner, str(config), "--gpus", "3")
     assert (result.returncode, result.stdout) == (2, "")
     assert "parallel.tensor=3 must divide model.num_attention_heads=4" in result.stderr
 
@@ -128,9 +133,9 @@ def test_microbatches_in_flight_are_those_of_megatrons_schedule(
 
 
 def test_logits_in_float32_take_twice_the_memory_and_are_the_default(
-    model: Path, planner: ProcessPoolExecutor
+    thin: Path, planner: ProcessPoolExecutor
 ) -> None:
-    found = planner.submit(small_plans.head_types, str(model)).result()
+    found = planner.submit(small_plans.head_types, str(thin)).result()
     assert found["auto"] == found["float32"]
     (of_float32, with_float32), (of_model, with_model) = found["float32"], found["model"]
     assert of_float32 == 2 * of_model
@@ -145,8 +150,8 @@ def test_the_formula_of_mfu_agrees_with_counted_flop(
         assert formula == pytest.approx(counted, rel=0.02), what
 
 
-def test_a_reference_with_imported_adapters_has_those(model: Path, planner: ProcessPoolExecutor) -> None:
-    plain, imported = planner.submit(small_plans.references, str(model)).result()
+def test_a_reference_with_imported_adapters_has_those(thin: Path, planner: ProcessPoolExecutor) -> None:
+    plain, imported = planner.submit(small_plans.references, str(thin)).result()
     adapters, own, frozen = plain
     assert own == 0 < adapters
     assert imported == (adapters, adapters, frozen)

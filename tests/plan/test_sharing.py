@@ -56,7 +56,7 @@ def test_the_last_iterations_episodes_are_counted_with_all_their_histories(
     ],
 )
 def test_the_share_of_distinct_tokens_follows_ranks_microbatches_and_batch(
-    model: Path,
+    thin: Path,
     source: Path,
     planner: ProcessPoolExecutor,
     gpus: int,
@@ -64,7 +64,7 @@ def test_the_share_of_distinct_tokens_follows_ranks_microbatches_and_batch(
     tasks: int,
     distinct: float,
 ) -> None:
-    given = (str(model), str(source), gpus, {"tokens_per_microbatch": budget}, tasks)
+    given = (str(thin), str(source), gpus, {"tokens_per_microbatch": budget}, tasks)
     found, plain, seconds = planner.submit(small_plans.sharing, *given).result()
     assert found.distinct == distinct and found.reason == f"prefixes shared, measured on {source}"
     assert plain.distinct == 1 and plain.reason.endswith("--from RUN_DIR measures them")
@@ -73,9 +73,9 @@ def test_the_share_of_distinct_tokens_follows_ranks_microbatches_and_batch(
 
 
 def test_a_plan_says_why_nothing_is_shared_and_how_small_the_run_is(
-    model: Path, source: Path, planner: ProcessPoolExecutor
+    thin: Path, source: Path, planner: ProcessPoolExecutor
 ) -> None:
-    given = (str(model), str(source), 2)
+    given = (str(thin), str(source), 2)
     of_context, *_ = planner.submit(small_plans.sharing, *given, {}, 8, {"context": 2}).result()
     assert of_context.distinct == 1 and of_context.reason.startswith("parallel.context=2: ")
     off, *_ = planner.submit(small_plans.sharing, *given, {"share_prefixes": "off"}, 8).result()
