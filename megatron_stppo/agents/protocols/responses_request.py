@@ -53,7 +53,7 @@ def responses_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
     }
     ask = translated(chat, has_parser, NAMES)
     ask.api, ask.thinking, ask.sealed = "responses", bool(given.get("reasoning")), SEALED in include
-    ask.namespaces = {tool["function"]["name"]: space for tool, space in tools if space is not None}
+    ask.namespaces = {tool["function"]["name"]: space for tool, space in tools}
     return ask
 
 

@@ -142,7 +142,7 @@ def test_what_is_not_supported_is_refused_in_one_line(world: World) -> None:
 
 def test_defaults_are_accepted(world: World) -> None:
     one = request(background=False, truncation="disabled", top_logprobs=0, tools=[], include=[], prompt=None)
-    assert one.digest == request().digest
+    assert one.digest == request().digest != request({"role": "user", "content": "a"}).digest
 
 
 def test_any_value_in_any_place_is_accepted_or_refused_in_one_line(world: World) -> None:
