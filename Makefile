@@ -108,13 +108,21 @@ $(AGENTS):
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install --quiet $(PACKAGES) || { rm -rf $@; exit 1; }
 
-# Claude Code is a program of Node. Without npm its test is skipped.
-CLAUDE := .venv-claude
+# Programs that npm installs, and a package for Python 3.12. Without npm or PYTHON312 their tests are skipped.
+PROGRAMS := .venv-claude .venv-codex
+.venv-claude: PACKAGES := @anthropic-ai/claude-code@2.1.112
+.venv-codex: PACKAGES := @openai/codex@0.171.0
 
-$(CLAUDE):
-	npm install --silent --no-audit --no-fund --prefix $@ @anthropic-ai/claude-code@2.1.112 || { rm -rf $@; exit 1; }
+$(PROGRAMS):
+	npm install --silent --no-audit --no-fund --prefix $@ $(PACKAGES) || { rm -rf $@; exit 1; }
 
-test-agents: $(STAMP) $(AGENTS) $(if $(shell command -v npm),$(CLAUDE)) ## the tests of agents of other packages, of chat templates and of peft; installs them at first, from an index
+OPENHANDS := .venv-openhands
+
+$(OPENHANDS):
+	$(PYTHON312) -m venv $@
+	$@/bin/python -m pip install --quiet openhands-sdk==1.58.2 openhands-tools==1.58.2 || { rm -rf $@; exit 1; }
+
+test-agents: $(STAMP) $(AGENTS) $(if $(shell command -v npm),$(PROGRAMS)) $(if $(shell command -v $(PYTHON312)),$(OPENHANDS)) ## the tests of agents of other packages, of chat templates and of peft; installs them at first, from an index
 	$(PYTEST) tests/agents/packages tests/rollout/episodes/test_templates.py tests/checkpoint/test_peft_package.py
 
 RECORD ?= runs/golden
@@ -167,5 +175,5 @@ check-cuda-environment: $(GPU_STAMP) ## check .venv-gpu: imports, modules and na
 	$(GPU)/bin/python tools/check_cuda_environment.py --json $(GPU)/checks.json
 
 clean: ## remove everything that make has created, except runs/
-	rm -rf .venv $(AUDIT) $(GPU) $(AGENTS) $(CLAUDE) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(AUDIT) $(GPU) $(AGENTS) $(PROGRAMS) $(OPENHANDS) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -85,6 +85,7 @@ class Ask:
     token_ids: bool = False  # whether they are returned
     thinking: bool = False  # messages, responses: whether thinking is sent apart from the text
     sealed: bool = False  # responses: whether the client wants thinking in a form that it can send back
+    namespaces: dict[str, str | None] = field(default_factory=dict)  # responses: by the name of a tool
     counts: bool = False  # asks for the number of tokens instead of a completion
     request: ChatCompletionRequest | None = None  # for a tool parser; None if no tool may be called
     digest: bytes = b""  # equal for equal requests

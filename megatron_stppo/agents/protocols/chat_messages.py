@@ -105,7 +105,7 @@ def _canonical(arguments: Any) -> str:
 
 def _number(text: str) -> float:
     number = float(text)
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+    return int(number) if number.is_integer() else number
 
 
 def _list(where: str, value: Any) -> list[Any]:

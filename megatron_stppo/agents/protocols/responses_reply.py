@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from megatron_stppo.agents.protocols.asks import Ask
 from megatron_stppo.agents.protocols.chat_messages import split_thinking
 from megatron_stppo.agents.protocols.reply import Json, Reply
-from megatron_stppo.agents.protocols.responses_request import SEAL
+from megatron_stppo.agents.protocols.responses_request import BETWEEN, SEAL
 
 
 def responses_object(reply: Reply, model: str, ask: Ask) -> Json:
@@ -88,6 +88,8 @@ def _items(reply: Reply, ask: Ask) -> list[Json]:
         items.append(_item("msg", "message", status) | {"role": "assistant", "content": [part]})
     for call, name, arguments in reply.calls:
         said = {"call_id": call, "name": name, "arguments": arguments}
+        if (space := ask.namespaces.get(name)) is not None:
+            said |= {"namespace": space, "name": name.removeprefix(f"{space}{BETWEEN}")}
         items.append(_item("fc", "function_call", status) | said)
     return items
 

@@ -6,7 +6,7 @@ annotations have no effect. docs/agents.md has the fields for users.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_stppo.agents.protocols.asks import Ask, translated
@@ -20,6 +20,7 @@ IGNORED = frozenset(
     "prompt_cache_retention prompt_cache_options parallel_tool_calls stream_options client_metadata".split()
 )
 DEFAULTS = {"background": (False,), "top_logprobs": (0,), "truncation": ("disabled",)}
+BETWEEN = "__"  # a namespace and the name of its function, as in vLLM
 SEALED = "reasoning.encrypted_content"
 SEAL = "megatron_stppo:"  # begins thinking that the endpoint has sent as encrypted_content
 NAMES = {"max_tokens": "max_output_tokens", "messages": "input"}
@@ -42,15 +43,17 @@ def responses_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
     choice = given.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise Refusal(400, "tool_choice: only auto and none are supported, which do not change the sampling")
+    tools = list(_tools(objects("tools", given.get("tools", []))))
     chat = {
         "messages": list(_conversation(given)),
-        "tools": [_tool(*one) for one in objects("tools", given.get("tools", []))],
-        "tool_choice": choice if given.get("tools") else None,
+        "tools": [tool for tool, _ in tools],
+        "tool_choice": choice if tools else None,
         "max_tokens": given.get("max_output_tokens"),
         "stream": given.get("stream"),
     }
     ask = translated(chat, has_parser, NAMES)
     ask.api, ask.thinking, ask.sealed = "responses", bool(given.get("reasoning")), SEALED in include
+    ask.namespaces = {tool["function"]["name"]: space for tool, space in tools}
     return ask
 
 
@@ -136,11 +139,24 @@ def _thinking(where: str, item: Mapping[str, Any]) -> str:
 
 
 def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
-    name, arguments = item.get("name"), item.get("arguments")
+    name, arguments, namespace = item.get("name"), item.get("arguments"), item.get("namespace")
     if not isinstance(name, str) or not isinstance(arguments, str):
         raise Refusal(400, f"{where}: needs a name and arguments, which are texts")
-    function = {"name": name, "arguments": arguments}
+    flat = name if namespace is None else _flat(where, namespace, name)
+    function = {"name": flat, "arguments": arguments}
     return {"type": "function", "id": str(item.get("call_id", "")), "function": function}
+
+
+def _tools(listed: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], str | None]]:
+    """Yield the tools of a chat with their namespaces. Codex sends those of an MCP server as a namespace."""
+    for where, tool in listed:
+        if tool.get("type") != "namespace":
+            yield _tool(where, tool), None
+            continue
+        for inside, one in objects(f"{where}.tools", tool.get("tools")):
+            space, named = tool.get("name"), _tool(inside, one)
+            named["function"]["name"] = _flat(inside, space, one.get("name"))
+            yield named, space
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,3 +164,10 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
         raise unsupported(where, tool.get("type"), ("function",))
     named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
     return {"type": "function", "function": named}
+
+
+def _flat(where: str, namespace: Any, name: Any) -> str:
+    """Return the name by which the policy calls a function of a namespace."""
+    if not isinstance(namespace, str) or not isinstance(name, str):
+        raise Refusal(400, f"{where}: needs a name and a namespace, which are texts")
+    return f"{namespace}{BETWEEN}{name}"

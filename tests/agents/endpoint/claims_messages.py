@@ -90,6 +90,7 @@ def test_a_request_becomes_a_chat_in_the_clients_order(world: World) -> None:
     assert [m["content"] for m in one.messages] == [
         "You are an agent.", "Where is it?", "I look.", "B", "A", "Go on.", "Be quick.",
     ]  # fmt: skip
+    assert [one.messages[place]["tool_call_id"] for place in (3, 4)] == ["toolu_2", "toolu_1"]
     assert one.messages[2]["reasoning_content"] == "hm"
     assert [c["function"]["arguments"] for c in one.messages[2]["tool_calls"]] == [{"q": "a"}, {"q": "b"}]
     assert one.tools == [
@@ -101,6 +102,12 @@ def test_a_request_becomes_a_chat_in_the_clients_order(world: World) -> None:
     assert (one.api, one.max_tokens, one.stop, one.thinking, one.stream) == (
         "messages", 32, ("END",), True, False,
     )  # fmt: skip
+
+
+def test_a_number_is_equal_in_each_form_in_which_clients_write_it(world: World) -> None:
+    """JavaScript writes 1.0 as 1, and 1e16 with all of its digits."""
+    asked = [message(said(call("search", {"q": q}, "c")), *HI).units for q in (1.0, 1, 1e16, 10**16, 1.5)]
+    assert asked[0] == asked[1] != asked[2] == asked[3] != asked[4] != asked[0]
 
 
 def test_results_and_texts_of_a_user_keep_their_order(world: World) -> None:

@@ -121,6 +121,12 @@ def test_what_is_not_supported_is_refused_in_one_line(world: World) -> None:
         ({"include": ["web_search_call.results"]}, "include: only reasoning.encrypted_content"),
         ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice: only auto and none"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]: the type 'web_search' is not supported"),
+        ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0].tools: must be a list"),
+        (
+            {"tools": [{"type": "namespace", "tools": [TOOL]}]},
+            "tools[0].tools[0]: needs a name and a namespace",
+        ),
+        ({"input": [CALL | {"namespace": 1}]}, "input[0]: needs a name and a namespace"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]: the type 'item_reference' is not"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -136,7 +142,7 @@ def test_what_is_not_supported_is_refused_in_one_line(world: World) -> None:
 
 def test_defaults_are_accepted(world: World) -> None:
     one = request(background=False, truncation="disabled", top_logprobs=0, tools=[], include=[], prompt=None)
-    assert one.digest == request().digest
+    assert one.digest == request().digest != request({"role": "user", "content": "a"}).digest
 
 
 def test_any_value_in_any_place_is_accepted_or_refused_in_one_line(world: World) -> None:
@@ -145,7 +151,7 @@ def test_any_value_in_any_place_is_accepted_or_refused_in_one_line(world: World)
             seen = refusal(lambda f=field, v=value: request(**{f: v}))
             assert seen == "not refused" or seen.startswith("400 "), (field, value, seen)
         for item in (CALL, FOUND, THOUGHT, said("a"), {"role": "user", "content": "a"}):
-            for part in (*item, "encrypted_content"):
+            for part in (*item, "encrypted_content", "namespace"):
                 seen = refusal(lambda i=item, p=part, v=value: request(i | {p: v}, *HI))
                 assert seen == "not refused" or seen.startswith("400 "), (item, part, value, seen)
         for part in TOOL:
@@ -202,6 +208,24 @@ def test_items_that_are_sent_back_continue_the_history(world: World) -> None:
             del items[0]["content"]
         again = request(*HI, *items, FOUND | {"call_id": items[1]["call_id"]}, **given)
         assert asked(one, again) == (0, "\n<|im_start|>tool\nA<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_functions_of_a_namespace_are_called_by_both_names(world: World) -> None:
+    """Codex groups the tools of an MCP server."""
+    space = {"type": "namespace", "name": "maps", "description": "Maps.", "tools": [TOOL]}
+    one = recorder(world, parser=ToolParserManager.get_tool_parser("hermes"))
+    first = request(tools=[space, TOOL])
+    assert [tool["function"]["name"] for tool in first.tools] == ["maps__search", "search"]
+    assert asked(one, first)[0] == 0
+    form = '<tool_call>{{"name": "{}", "arguments": {{"q": "a"}}}}</tool_call>'
+    written = "\n".join(map(form.format, ("maps__search", "search", "maps__other")))
+    items = responses_object(answered(one, written), "m", first)["output"]
+    assert [(item.get("namespace"), item["name"]) for item in items] == [
+        ("maps", "search"),
+        (None, "search"),
+        (None, "maps__other"),
+    ]
+    assert asked(one, request(*HI, *items, FOUND, tools=[space, TOOL]))[0] == 0
 
 
 def test_openais_sdk_plays_one_history_token_for_token(world: World) -> None:

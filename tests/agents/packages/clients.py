@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 SURE = {"role": "user", "content": "sure?"}
@@ -14,6 +17,22 @@ async def every(episode: Any) -> Any:
     """Play with another client for each task."""
     clients = (responses, anthropic, agents, mini_chat, mini_responses, mini_messages)
     return await clients[episode.task.index % len(clients)](episode)
+
+
+async def harnesses(episode: Any) -> Any:
+    """Play with another harness for each task: Claude Code, Codex or OpenHands."""
+    name = ("claude_code", "codex", "openhands")[episode.task.index % 3]
+    if name != "openhands":
+        return await importlib.import_module(name).agent(episode)
+    command = ["-m", "megatron_stppo.agents.packages.command", "openhands_sdk:agent"]
+    process = await asyncio.create_subprocess_exec(
+        str(Path(sys.prefix).with_name(".venv-openhands") / "bin" / "python"),
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, _ = await process.communicate(os.environ["MEGATRON_STPPO_TASK"].encode())
+    return json.loads(out.decode().splitlines()[-1])
 
 
 async def responses(episode: Any) -> dict[str, Any]:
@@ -67,6 +86,21 @@ async def chat_agents(episode: Any) -> Any:
 
     openai_agents.OpenAIResponsesModel = OpenAIChatCompletionsModel
     return await openai_agents.agent(episode)
+
+
+async def codex_with_mcp(episode: Any) -> Any:
+    """Codex with a server of MCP, for which it waits before its first request."""
+    import codex
+
+    given = {
+        "command": sys.executable,
+        "args": [str(Path(codex.__file__).with_name("mcp_server.py"))],
+        "required": True,
+        "startup_timeout_sec": 100,
+        "default_tools_approval_mode": "approve",
+    }
+    place = "mcp_servers.capitals"
+    return await codex.agent(episode, **{f"{place}.{key}": value for key, value in given.items()})
 
 
 async def mini_chat(episode: Any) -> Any:

@@ -17,7 +17,9 @@ from megatron_stppo.config import EnvironmentConfig
 from tests.data.text.test_conversation import END, TOKENIZER
 
 ROOT = Path(__file__).parents[3]
-PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "examples" / "agents", ROOT / "tests" / "adapters")))
+PATHS = os.pathsep.join(
+    map(str, (ROOT, ROOT / "examples" / "agents", ROOT / "tests" / "agents" / "packages"))
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Seen:
     outcome: str
     reward: float
     detail: str
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # those of the agent
 
 
 def play_all(plays: dict[str, Play]) -> dict[str, Seen | str]:
@@ -92,6 +94,5 @@ async def _play(play: Play, endpoint: Any, rules: Any) -> Seen:
     finally:
         await environment.close()
     assert result.done, f"the agent asks again: {read}"
-    return Seen(
-        tuple(read), tuple(histories), result.outcome, result.reward, result.detail, dict(result.metrics)
-    )
+    own = {name: value for name, value in result.metrics.items() if not name.startswith("endpoint/")}
+    return Seen(tuple(read), tuple(histories), result.outcome, result.reward, result.detail, own)

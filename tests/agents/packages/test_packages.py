@@ -21,7 +21,11 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.timeout(1000)  # seconds; the packages take long to import
 CALL = '<tool_call>{"name": "capital", "arguments": {"country": "France"}}</tool_call>'
 BASH = '<tool_call>{{"name": "bash", "arguments": {{"command": "{}"}}}}</tool_call>'
-THOUGHT = "<think>\nhm\n</think>\n\n"  # Claude Code sends it back as a block of its own
+THOUGHT = "<think>\nhm\n</think>\n\n"  # Claude Code and Codex send it back in a form of their own
+RUN = '<tool_call>{"name": "exec_command", "arguments": {"cmd": "echo Paris"}}</tool_call>'
+ASK = '<tool_call>{"name": "mcp__capitals__capital", "arguments": {"country": "France"}}</tool_call>'
+TERMINAL = '<tool_call>{"name": "terminal", "arguments": {"command": "echo Paris"}}</tool_call>'
+FINISH = '<tool_call>{"name": "finish", "arguments": {"message": "It is Paris."}}</tool_call>'
 SAY = '<tool_call>{"name": "Bash", "arguments": {"command": "echo Paris", "description": "Say"}}</tool_call>'
 SHELL = ("echo Paris", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo Paris")
 OPENING = "<|im_end|>\n<|im_start|>assistant\n"
@@ -35,6 +39,9 @@ AGENTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "anthropic_sdk": ("agents", "anthropic_sdk:agent", (CALL, "It is Paris.")),
     "chat_agents": ("agents", "tests.agents.packages.clients:chat_agents", (CALL, "It is Paris.")),
     "claude_code": ("agents", "claude_code:agent", (THOUGHT + SAY, f"{THOUGHT}It is Paris.")),
+    "codex": ("agents", "codex:agent", (THOUGHT + RUN, f"{THOUGHT}It is Paris.")),
+    "codex with mcp": ("agents", "tests.agents.packages.clients:codex_with_mcp", (ASK, "It is Paris.")),
+    "openhands": ("openhands", "openhands_sdk:agent", (TERMINAL, FINISH)),
     **{
         name: ("agents", f"tests.agents.packages.clients:{name}", tuple(map(BASH.format, SHELL)))
         for name in ("mini_chat", "mini_responses", "mini_messages")
@@ -54,8 +61,9 @@ def python(name: str) -> Path:
 @pytest.fixture(scope="module")
 def played() -> dict[str, Any]:
     here = {name: agent for name, agent in AGENTS.items() if python(agent[0]).exists()}
-    if not (ROOT / ".venv-claude").exists():
-        here.pop("claude_code", None)
+    for program, names in {"claude": ["claude_code"], "codex": ["codex", "codex with mcp"]}.items():
+        if not (ROOT / f".venv-{program}").exists():
+            here = {name: agent for name, agent in here.items() if name not in names}
     if not here:
         pytest.skip("needs the packages: make test-agents")
     with openenv_server() as url:
@@ -111,6 +119,33 @@ def test_claude_code_runs_a_command_in_one_history(played: dict[str, Any]) -> No
     assert '"name": "Bash"' in seen.read[0] and "Use the tool.<|im_end|>" in seen.read[0]
     assert seen.read[0].endswith(f"What is the capital of France?{OPENING}")
     assert seen.read[1] == f"\n<|im_start|>tool\nParis{OPENING}"
+
+
+def test_codex_runs_a_command_in_its_sandbox_in_one_history(played: dict[str, Any]) -> None:
+    seen = of(played, "codex")
+    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "It is Paris.")
+    assert seen.histories == (0, 0), "thinking comes back as encrypted_content only"
+    assert "<|im_start|>system\nUse the tool.<|im_end|>" in seen.read[0]
+    assert seen.read[0].endswith(f"What is the capital of France?{OPENING}")
+    assert seen.read[1].startswith("\n<|im_start|>tool\nChunk ID: ")
+    assert seen.read[1].endswith(
+        f"Process exited with code 0\nOriginal token count: 2\nOutput:\nParis\n{OPENING}"
+    )
+
+
+def test_codex_calls_a_tool_of_an_mcp_server(played: dict[str, Any]) -> None:
+    seen = of(played, "codex with mcp")
+    assert (seen.outcome, seen.detail, seen.histories) == ("ok", "It is Paris.", (0, 0))
+    assert '"name": "mcp__capitals__capital"' in seen.read[0] and "Paris" in seen.read[1]
+
+
+def test_openhands_runs_a_command_and_finishes(played: dict[str, Any]) -> None:
+    seen = of(played, "openhands")
+    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "It is Paris.")
+    assert seen.histories == (0, 0)
+    assert '"name": "terminal"' in seen.read[0] and "Use the tool.<|im_end|>" in seen.read[0]
+    assert "Paris\n" in seen.read[1]
+    assert seen.read[1].endswith(f"[Command finished with exit code 0]{OPENING}")
 
 
 @pytest.mark.parametrize("agent", ["mini_chat", "mini_responses", "mini_messages"])
