@@ -23,7 +23,7 @@ from megatron_stppo.observe.describe import describe_rollouts
 from megatron_stppo.parallel.collectives import decode, encode
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.groups import Lengths
-from megatron_stppo.replicas.wire.messages import Done, PackedDone, packed
+from megatron_stppo.replicas.wire.episodes import Done, PackedDone, packed
 from megatron_stppo.rollout.episodes.environment_host import Answer
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.failures import FailureLimit

@@ -19,7 +19,7 @@ from megatron_stppo.plan.sharing import RecordedBatch
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
 from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Workload
-from megatron_stppo.plan.times import engine_speed, trainer_speed, transfer_seconds
+from megatron_stppo.plan.times import engine_speed, passing_seconds, trainer_speed, transfer_seconds
 from megatron_stppo.plan.usage import EngineUse, TrainingUse
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
@@ -119,6 +119,7 @@ class Planner:
             self.concurrency,
             serving.update,
             transfer_seconds(use, self.shape, tensor, gpu, given),
+            passing_seconds(use, self.shape, tensor, gpu, given),
         )
         window = Window(3 + serving.max_staleness, ITERATIONS)
         return Split(trainer, replicas, tensor, simulate(run, window))

@@ -20,6 +20,7 @@ from megatron_stppo.plan.usage import EngineUse, StageUse, TrainingUse
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import served_adapters, transfer
 from megatron_stppo.weights.sharding.spans import serving_spans
+from megatron_stppo.weights.sharding.tiles import Spans
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,30 @@ def transfer_seconds(
     use: TrainingUse, shape: ModelShape, tensor: int, gpu: Gpu, given: Mapping[str, float]
 ) -> float:
     """Return the seconds to send an update from the trainer to one replica of `tensor` other GPUs."""
-    first = use.layout.world
+    return _sending(use, shape, use.spans, tensor, gpu, given)
+
+
+def passing_seconds(
+    use: TrainingUse, shape: ModelShape, tensor: int, gpu: Gpu, given: Mapping[str, float]
+) -> float:
+    """Return the seconds to send an update from one replica of `tensor` GPUs to another one."""
+    replica = {rank: serving_spans(shape, tensor, rank) for rank in range(tensor)}
+    return _sending(use, shape, replica, tensor, gpu, given, from_engine=True)
+
+
+def _sending(
+    use: TrainingUse,
+    shape: ModelShape,
+    sources: Mapping[int, Spans],
+    tensor: int,
+    gpu: Gpu,
+    given: Mapping[str, float],
+    from_engine: bool = False,
+) -> float:
+    first = -(-len(sources) // gpu.per_node) * gpu.per_node  # on another node than the last source
     replica = {first + rank: serving_spans(shape, tensor, rank) for rank in range(tensor)}
     adapters = served_adapters(use.config.model.lora, shape)
-    rows = transfer(shape, use.spans, replica, adapters)
+    rows = transfer(shape, sources, replica, adapters, from_engine)
     alike, size = layers_to_plan(shape, use.layout), use.dtype.itemsize
     moves = exchange(*rows[:3], alike, size, gpu, rows.changed)
     return moves.seconds / given["network_share"]

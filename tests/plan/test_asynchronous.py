@@ -108,7 +108,7 @@ def test_nothing_is_lost_or_trained_twice_and_no_trajectory_exceeds_the_bound(
     rule = BatchRule(8, staleness, order, samples=3)
     trainer = TrainerSpeed(0.1, 1e-5 if seed else 5e-4)  # seed 0: training takes longer than the rollout
     work = replace(VARIED, seed=seed)
-    made = AsynchronousRun(work, rule, STEP, trainer, 2, 16, update, transfer=0.05, publish=0.01)
+    made = AsynchronousRun(work, rule, STEP, trainer, 2, 16, update, first=0.05, transfer=0.05, publish=0.01)
     simulation = AsynchronousSimulation(made, Window(2, 10))
     found = simulation.run()
     trained = [one.number for one in chain.from_iterable(simulation.batches)]
@@ -159,44 +159,56 @@ def test_a_slow_episode_lengthens_an_iteration_by_its_share_of_the_waits(stalene
 def test_recomputing_takes_the_tokens_of_what_runs() -> None:
     """Bound 1. Training takes 0.5 s, a transfer 0.25 s and a turn 1 s.
 
-    At 0 s two batches begin, which are complete at 1 s. Batch 0 is trained on until 1.5 s and published until
-    1.75 s, when no episode runs. Then two batches begin: batch 2 runs while batch 1 is trained on until 2.25
-    s. 50 steps of it are over, so 4 x (10 + 50) tokens are computed again.
+    At 0 s two batches begin, which are complete at 1 s. Batch 0 is trained on until 1.5 s. Version 1 is
+    sent until 1.75 s, and batch 1 is trained on until 2 s. Batch 2 begins with version 1, at 1.75 s: 25
+    steps of it are over when version 2 is sent, until 2.25 s, so 4 x (10 + 25) tokens are computed again. It
+    is complete at 3 s, and trained on until 3.5 s.
     """
-    made = replace(run(ONE_SECOND, 1, 0.5), concurrency=8, transfer=0.25)
-    simulation = AsynchronousSimulation(made, Window(0, 2))
+    made = replace(run(ONE_SECOND, 1, 0.5), concurrency=8, first=0.25)
+    simulation = AsynchronousSimulation(made, Window(0, 3))
     found = simulation.run()
-    assert found.recomputed == 4 * 60 / 2
-    assert found.iteration_seconds == pytest.approx((1.75 + 0.75) / 2)
-    assert found.replica_paused == pytest.approx(0.5 / 2.5)
+    assert found.recomputed == pytest.approx(4 * 35 / 3)
+    assert found.iteration_seconds == pytest.approx(3.5 / 3)
+    assert found.replica_paused == pytest.approx(0.5 / 3.5)
 
 
 def test_draining_ends_running_turns_before_the_update_and_recomputes_nothing() -> None:
-    """As above, but batch 2 runs from 1.75 s to 2.75 s, and is complete before the transfer."""
-    made = replace(run(ONE_SECOND, 1, 0.5), concurrency=8, transfer=0.25, update="drain")
-    simulation = AsynchronousSimulation(made, Window(0, 2))
+    """As above, but batch 2 runs from 1.75 s to 2.75 s, and version 2 is sent after that, while batch 2 is
+    trained on until 3.25 s."""
+    made = replace(run(ONE_SECOND, 1, 0.5), concurrency=8, first=0.25, update="drain")
+    simulation = AsynchronousSimulation(made, Window(0, 3))
     found = simulation.run()
     assert found.recomputed == 0
-    assert found.iteration_seconds == pytest.approx((1.75 + 1.25) / 2)
+    assert found.iteration_seconds == pytest.approx(3.25 / 3)
 
 
 def test_episodes_that_are_completed_before_an_update_are_as_old_as_the_bound() -> None:
-    """Two turns of 0.5 s with a call of 0.5 s in between: an episode takes 1.5 s, training 0.5 s, a transfer
-    0.25 s. Training ends 1 s before the episodes. With drain the transfer is at the end of the first turn."""
-    made = replace(run(two_turns(LogNormal(0.5, 0.5)), 1, 0.5), concurrency=8, transfer=0.25)
+    """Two turns of 0.5 s with a call of 0.5 s in between: an episode takes 1.5 s, training 0.5 s, sending
+    0.25 s, after which the episodes begin. Training ends 1.25 s before them. With drain the weights are sent
+    at the end of the first turn."""
+    made = replace(run(two_turns(LogNormal(0.5, 0.5)), 1, 0.5), concurrency=8, first=0.25)
     found = simulate(replace(made, update="complete"))
     assert found.iteration_seconds == pytest.approx(1.75)
-    assert (found.waiting, found.training, found.publishing) == pytest.approx((1.0, 0.5, 0.25))
+    assert (found.waiting, found.training, found.publishing) == pytest.approx((1.25, 0.5, 0.0))
     assert found.staleness == {1: 1.0} and found.recomputed == 0
     assert simulate(replace(made, update="drain")).iteration_seconds < 1.75
 
 
-def test_weights_reach_replicas_one_after_the_other() -> None:
-    made = replace(run(ONE_SECOND, 0, 1.0, batch=8), replicas=4, transfer=0.5, publish=0.25)
+def test_replicas_pass_weights_on_and_both_ends_of_a_transfer_pause() -> None:
+    """The trainer sends to the first replica, which sends to the second; then each sends to another one."""
+    made = replace(run(ONE_SECOND, 0, 1.0, batch=8), replicas=4, first=0.5, transfer=0.5, publish=0.25)
     found = simulate(made)
-    assert found.iteration_seconds == pytest.approx(1.0 + 1.0 + 4 * 0.5 + 0.25)
-    assert found.publishing == pytest.approx(2.25)
-    assert found.replica_paused == pytest.approx(0.5 / 4.25)
+    assert found.iteration_seconds == pytest.approx(1.0 + 1.0 + 3 * 0.5 + 0.25)
+    assert found.publishing == pytest.approx(0.25)
+    assert found.replica_paused == pytest.approx((1.5 + 1.0 + 0.5 + 0.5) / 4 / 3.75)
+
+
+def test_the_time_until_all_replicas_have_the_weights_grows_with_the_logarithm_of_their_number() -> None:
+    seconds = {}
+    for count in (4, 16, 64):
+        made = replace(run(ONE_SECOND, 0, 1.0, batch=count), replicas=count, first=0.5, transfer=0.5)
+        seconds[count] = (simulate(made, Window(1, 2)).iteration_seconds - 2.0) / 0.5
+    assert seconds == pytest.approx({4: 3, 16: 6, 64: 9}, abs=1.01)
 
 
 def test_calls_wait_for_a_place() -> None:

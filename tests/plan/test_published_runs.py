@@ -89,7 +89,7 @@ class Model:
             TrainerSpeed(training),
             replicas,
             concurrency=2 * self.batch,
-            transfer=ALL_WEIGHTS / replicas,
+            publish=ALL_WEIGHTS,
         )
         return simulate(run, Window(4, 4)).iteration_seconds
 

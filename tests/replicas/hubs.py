@@ -7,24 +7,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.trainer.crew import Crew, Member
+from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.groups import Order, Terms
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.episodes import Done
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.messages import Done, FromTrainer, Hello, Offer, Play
+from megatron_stppo.replicas.wire.messages import FromTrainer, Hello, Moved, Play, Ready, Receive
+from megatron_stppo.replicas.wire.route import Trained
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(12))
 EXPECTED = Expected("m0", 100, "float32", "0.32.0", 64)
-OFFER = Offer("weights-1", "127.0.0.1", 1, Layout(), "local", 0)
 SIZE = 2**20
 
 
@@ -82,20 +81,39 @@ class Trainer:
     def queues(self) -> dict[str, float]:
         return {name: count for name, count in self.hub.numbers().items() if name.startswith("episodes_")}
 
-    def join(self, replica: ScriptedReplica, name: str, version: int = 0, **changed: object) -> str:
-        """Let the replica join with this version, and return its group."""
+    def join(self, replica: ScriptedReplica, name: str, **changed: object) -> str:
+        """Let the replica get the version that is served, from the trainer or from another replica, which is
+        left out. Return its group."""
         replica.dialer.send(hello(name, **changed))
-        group = self.joining()
-        self.hub.offer(msgspec.structs.replace(OFFER, group=group, version=version))
-        replica.next(Offer)
-        self.hub.joined_now(group)
-        return group
+        until(lambda: name in self.names())
+        self.hub.wait(self.is_being_sent)
+        message = replica.next(Receive)
+        replica.dialer.send(Moved(message.route.name, message.version))
+        if len(message.route.ends) == 2:
+            self.gave(message)
+        until(lambda: self.crew.spread.nodes[self.names()[name]].version == message.version)
+        return self.names()[name]
 
-    def joining(self) -> str:
-        """Return the group of the next replica that can join."""
-        member = self.hub.wait(lambda: None)
-        assert isinstance(member, Member)
-        return member.group
+    def names(self) -> dict[str, str]:
+        """Return the groups by name."""
+        with self.hub._changed:
+            return {member.hello.name: group for group, member in self.crew.members.items()}
+
+    def is_being_sent(self) -> bool | None:
+        return bool(self.crew.spread._moves) or None
+
+    def gave(self, message: Receive) -> None:
+        """Report that the replica that sends has left the transfer."""
+        with self.hub._changed:
+            member = self.crew.members[message.route.ends[0]]
+            self.crew.take(member.peer, Moved(message.route.name, message.version))
+
+    def update(self, replica: ScriptedReplica, version: int) -> Receive:
+        """Let the trainer send the announced version to a replica. It has not arrived on return."""
+        replica.dialer.send(Ready(version))
+        message = self.hub.wait(lambda: None)
+        assert isinstance(message, Receive) and replica.next(Receive) == message
+        return message
 
 
 @contextmanager
@@ -107,7 +125,7 @@ def trainer(
     local: LocalReplicas | None = None,
     tell_lost: Callable[[str, str], object] = lambda group, why: None,
     resample: int = 0,
-    completes: bool = False,
+    version: int = 0,
 ) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
     """A hub with batches of two episodes, and a function that connects a replica."""
     ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order, resample=resample))
@@ -118,8 +136,11 @@ def trainer(
         tell_lost(group, why)
         told.append((group, why))
 
-    crew = Crew(listener, ledger, EXPECTED, timeout, local, tell_lost=tell, only_oldest=completes)
+    address, trained = ("127.0.0.1", 1), Trained(Layout(), "local")
+    crew = Crew(listener, ledger, EXPECTED, address, trained, timeout, local, tell_lost=tell)
     hub = Hub(crew, notice)
+    if version >= 0:
+        hub.announce(version)
     dialers = []
 
     def connect() -> ScriptedReplica:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
 from megatron_stppo.parallel.collectives import all_gather_bytes, broadcast_bytes
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.messages import Offer
-from megatron_stppo.replicas.wire.weights import Link, ReplicaLost, link_layouts, tell_lost
-from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.replicas.wire.route import Route, Trained, layouts_of, tell_lost
+from megatron_stppo.replicas.wire.weights import Link, LinkLost
 from megatron_stppo.weights.sharding.spans import row_widths
 from tests.replicas.two_programs import await_note, post
 from tests.weights.reshard.pieces import blank, checkpoint, cut, model_shape, padding_rows
@@ -43,14 +42,14 @@ class Trainer:
             store, port = host_store("127.0.0.1", TIMEOUT)
         self.port = int(broadcast_bytes(str(port).encode() if self.rank == 0 else None, 0))
         self.store = store or connect_store("127.0.0.1", self.port, TIMEOUT)
-        sources, _ = link_layouts(SHAPE, offered("any", self.port, layout), 1)
+        sources, _ = layouts_of(SHAPE, route("any", self.port, layout))
         self.source = cut(sources[self.rank], checkpoint(SHAPE), row_widths(SHAPE))
 
     def link(self, name: str, tensor: int = 1, timeout: timedelta = TIMEOUT) -> Link:
         if self.rank == 0:
             post(self.folder, name, str(self.port))
-        offer = offered(name, self.port, self.layout)
-        return Link(self.source, SHAPE, offer, tensor, timeout, self.store)
+        to = route(name, self.port, self.layout, tensor)
+        return Link(self.source, SHAPE, to, False, self.store, timeout)
 
     def change(self, factor: int) -> None:
         """Multiply all weights."""
@@ -79,8 +78,8 @@ class Trainer:
             post(self.folder, what)
 
 
-def offered(name: str, port: int, layout: Layout) -> Offer:
-    return Offer(name, "127.0.0.1", port, layout, "local", 1)
+def route(name: str, port: int, layout: Layout, tensor: int = 1) -> Route:
+    return Route(name, "127.0.0.1", port, Trained(layout, "local"), tensor, (f"member of {name}",))
 
 
 def train(folder: Path) -> dict[str, Any]:
@@ -105,7 +104,7 @@ def train(folder: Path) -> dict[str, Any]:
                 trainer.tell_lost_later(name, "no sign of life for 60 s")
             started = time.monotonic()
             link.sync(2)
-        except ReplicaLost as lost:
+        except LinkLost as lost:
             seen[name] = str(lost), time.monotonic() - started
             seen[f"{name} own world"] = all_gather_bytes(bytes([trainer.rank]))
         trainer.change(-1)
@@ -131,7 +130,7 @@ def train_two(folder: Path) -> dict[str, Any]:
     started = time.monotonic()
     try:
         bad.sync(2)
-    except ReplicaLost as lost:
+    except LinkLost as lost:
         seen["inside"] = str(lost), time.monotonic() - started
     trainer.change(-1)
     good.sync(2)
@@ -150,26 +149,23 @@ def train_two(folder: Path) -> dict[str, Any]:
 
 
 def serve(folder: Path, layout: Layout, name: str, versions: tuple[int, ...]) -> list[tuple[float, int]]:
-    """Receive these versions. Return, for each, this checkpoint's factor and the published version."""
-    offer, got = offered(name, int(await_note(folder, name)), layout), []
-    target, expected = _tensors(offer)
-    link = Link(target, SHAPE, offer, dist.get_world_size(), TIMEOUT)
+    """Receive these versions. Return, for each, this checkpoint's factor and the version."""
+    target, expected, link = _connect(folder, name, layout)
+    got = []
     for version in versions:
         report = link.sync(version)
-        assert report.version == version
-        got.append((_factor(target, expected), link.published()))
+        got.append((_factor(target, expected), report.version))
     link.close()
     return got
 
 
 def fail(folder: Path, layout: Layout, name: str, on_rank: int = 0) -> str:
-    """Receive version 1, then fail in the way that the name says. Return why the link refuses to publish."""
-    offer = offered(name, int(await_note(folder, name)), layout)
+    """Receive version 1, then fail in the way that the name says. Return why, and why the link is closed."""
     dies = dist.get_rank() == on_rank
     if name == "before":
+        await_note(folder, name)
         os.kill(os.getpid(), signal.SIGKILL)
-    target, expected = _tensors(offer)
-    link = Link(target, SHAPE, offer, dist.get_world_size(), TIMEOUT)
+    target, expected, link = _connect(folder, name, layout)
     buckets = link.sync(1).buckets
     assert buckets >= (3 if dist.get_world_size() == 1 else 2) and _factor(target, expected)
     await_note(folder, f"{name} has version 1")  # the trainer's ranks have got all that this rank sent
@@ -187,10 +183,10 @@ def fail(folder: Path, layout: Layout, name: str, on_rank: int = 0) -> str:
     except RuntimeError as error:
         said = f"{type(error).__name__}: {error}"
     try:
-        link.published()
-    except ReshardError as error:
+        link.sync(3)
+    except RuntimeError as error:
         return f"{said}; {error}"
-    return "published"
+    return "open"
 
 
 def _die(folder: Path) -> None:
@@ -203,14 +199,19 @@ def before_a_bucket(link: Link, hook: Callable[[int], object]) -> None:
     link._reshard._on_bucket = hook  # type: ignore[union-attr,assignment]
 
 
-def _tensors(offer: Offer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return this rank's tensors of a replica, and the checkpoint's rows for them."""
-    _, targets = link_layouts(SHAPE, offer, dist.get_world_size())
-    own, widths = targets[offer.layout.world + dist.get_rank()], row_widths(SHAPE)
+def _connect(
+    folder: Path, name: str, layout: Layout
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], Link]:
+    """Return this rank's tensors of a replica, the checkpoint's rows for them, and the link."""
+    port = int(await_note(folder, name))
+    to, widths = route(name, port, layout, dist.get_world_size()), row_widths(SHAPE)
+    own = layouts_of(SHAPE, to)[1][layout.world + dist.get_rank()]
     expected = cut(own, checkpoint(SHAPE), widths)
     for rows in padding_rows(own, expected):
         rows.zero_()
-    return blank(own, widths), expected
+    target = blank(own, widths)
+    link = Link(target, SHAPE, to, True, connect_store("127.0.0.1", port, TIMEOUT), TIMEOUT)
+    return target, expected, link
 
 
 def _factor(target: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -10,7 +10,7 @@ import torch
 
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.messages import Offer
+from megatron_stppo.replicas.wire.route import Route, Trained
 from tests.replicas.two_programs import await_note, post
 from tests.rollout.vllm.tiny import CONTEXT, fill
 
@@ -39,14 +39,23 @@ def train(folder: Path) -> Any:
         port = int(await_note(folder, "port"))
         store = connect_store("127.0.0.1", port, TIMEOUT)
     learner.load_for("reshard")
-    offer = Offer("weights-1", "127.0.0.1", port, mesh.layout, "local", 3)
-    link = Link.from_trainer(learner, offer, 1, store, TIMEOUT)
+    link = Link.from_trainer(learner, route(port), store, TIMEOUT)
+    assert link.pack() is None, "the first sync sends everything"
     reports = [link.sync(3)]
     with torch.no_grad():
         for module in learner.policy:
             for parameter in module.parameters():
                 parameter.mul_(0.5)
-    return *reports, link.sync(4)
+        packed = link.pack()
+        for module in learner.policy:
+            for parameter in module.parameters():
+                parameter.zero_()  # the next update
+    assert packed is not None
+    return *reports, link.sync(4, packed)
+
+
+def route(port: int) -> Route:
+    return Route("route-1", "127.0.0.1", port, Trained(TWO, "local"), 1, ("member-1",))
 
 
 def serve(folder: Path) -> dict[str, Any]:
@@ -60,18 +69,18 @@ def serve(folder: Path) -> dict[str, Any]:
     given = engine.parameters()
     expected = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
     fill(expected, folder)
-    offer = Offer("weights-1", "127.0.0.1", int(await_note(folder, "port")), TWO, "local", 3)
-    link, seen = Link.from_replica(engine, read_shape(folder), offer, TIMEOUT), dict[str, Any]()
+    from megatron_stppo.cluster.launch.rendezvous import connect_store
+
+    port, seen = int(await_note(folder, "port")), dict[str, Any]()
+    store = connect_store("127.0.0.1", port, TIMEOUT)
+    link = Link.of_replica(engine, read_shape(folder), route(port), True, store, TIMEOUT)
     for version, factor in ((3, 1.0), (4, 0.5)):
         seen[f"report {version}"] = link.sync(version)
+        engine.published = lambda version=version: version
         seen[f"differ {version}"] = [n for n in given if not torch.equal(given[n], expected[n] * factor)]
         engine.refresh()
         engine.add("turn", (5, 6, 7), seed=0, max_tokens=2)
         while engine.unfinished:
             seen.update((f"turn {version}", done.versions) for done in engine.step())
     link.close()
-    try:
-        engine.add("turn", (5, 6, 7), seed=0, max_tokens=2)
-    except RuntimeError as error:
-        seen["closed"] = str(error)
     return seen

@@ -21,13 +21,14 @@ from megatron_stppo.replicas.wire.messages import (
     Assignment,
     Done,
     FromTrainer,
-    Go,
     Hello,
-    Offer,
+    Moved,
     Play,
     Ready,
+    Receive,
     Stop,
 )
+from megatron_stppo.replicas.wire.route import Route, Trained
 from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from megatron_stppo.weights.sharding.spans import row_widths, training_layouts
@@ -57,9 +58,10 @@ class Scripted:
         self._messages, self.done = [], {}
         hello = self.expect(Hello)
         self._links += 1
-        offer = Offer(f"link-{self._links}", "127.0.0.1", self._port, Layout(), "local", version)
-        self.send(offer)
-        self._link = Link(self._source, self._shape, offer, hello.tensor, self._timeout, self._store)
+        name, source = f"link-{self._links}", Trained(Layout(), "local")
+        self._route = Route(name, "127.0.0.1", self._port, source, hello.tensor, (f"member-{self._links}",))
+        self.send(Receive(self._route, version))
+        self._link = Link(self._source, self._shape, self._route, False, self._store, self._timeout)
         self._send_weights(version)
         return hello
 
@@ -74,7 +76,7 @@ class Scripted:
     def update(self, version: int) -> None:
         self.send(Announce(version))
         assert self.expect(Ready) == Ready(version)
-        self.send(Go(version))
+        self.send(Receive(self._route, version))
         self._send_weights(version)
 
     def wait_for(self, count: int) -> dict[int, Trajectory]:
@@ -110,3 +112,4 @@ class Scripted:
         for name, tensor in self._source.items():
             tensor.copy_(self._base[name] * (1 + version / 50))
         self._link.sync(version)
+        assert self.expect(Moved) == Moved(self._route.name, version)

@@ -6,7 +6,7 @@ from megatron_stppo.replicas.wire.messages import Counters
 
 def joined() -> Activity:
     activity = Activity()
-    activity.joined(0.0)
+    activity.updated(0.0, 0.0, recomputed=0, interrupts=False)
     return activity
 
 
@@ -40,10 +40,19 @@ def test_an_update_of_an_idle_replica_pauses_it_for_the_update_only() -> None:
     assert (now.idle_seconds, now.pause_seconds, now.longest_pause, now.updates) == (8.0, 0.75, 0.5, 2)
 
 
+def test_weights_that_are_passed_on_make_the_pause_longer_and_are_no_update() -> None:
+    activity = joined()
+    activity.stepped(0.0, 1.0)
+    activity.updated(1.0, 1.5, recomputed=0, interrupts=False)
+    activity.gave(2.0, 4.0)
+    now = activity.counters
+    assert (now.updates, now.pause_seconds, now.longest_pause) == (1, 2.5, 2.0)
+
+
 def test_the_time_before_a_replica_has_joined_is_not_counted() -> None:
     activity = Activity()
     activity.waited(0.0, 30.0)
-    activity.joined(30.5)
+    activity.updated(30.25, 30.5, recomputed=0, interrupts=False)
     activity.waited(31.0, 32.0)
     assert activity.counters == Counters(seconds=1.5, idle_seconds=1.0)
 

@@ -16,7 +16,8 @@ import pytest
 
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.replicas.trainer.expected import Expected
-from megatron_stppo.replicas.wire.messages import Done, pack, unpack_from_replica
+from megatron_stppo.replicas.wire.episodes import Done
+from megatron_stppo.replicas.wire.messages import pack, unpack_from_replica
 
 MAX = 2**20
 EXPECTED = Expected("", 10, "", "", max_context=10)

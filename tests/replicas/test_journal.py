@@ -11,10 +11,12 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.replica.news import News
 from megatron_stppo.replicas.wire import journal
 from megatron_stppo.replicas.wire.journal import Journal, Line
-from megatron_stppo.replicas.wire.messages import Assignment
+from megatron_stppo.replicas.wire.messages import Assignment, Receive
+from megatron_stppo.replicas.wire.route import Route
 from megatron_stppo.rollout.episodes.environment_host import Answer
 from tests.rollout.vllm.tiny import task
 
+ROUTE = Route("route-1", "127.0.0.1", 1, 1, 1, ("member-1", "member-2"))
 GIVEN = Assignment(70, task(0), 0, 11, 0, 1.0, 1.0)
 
 
@@ -23,7 +25,7 @@ def written(run: Path, name: str = "replica-0") -> Path:
     recording.write(News(assigned=(GIVEN,)).line(0))
     recording.write(News().line(3))
     recording.write(News(hold=True, answers=(Answer(70), Answer(64))).line(3))
-    recording.write(News(update=4).line(9))
+    recording.write(News(receive=Receive(ROUTE, 4)).line(9))
     path = max((run / journal.FOLDER).iterdir(), key=lambda path: len(path.name))
     assert path.read_bytes().count(b"\n") == 3, "every line is flushed"
     recording.close()

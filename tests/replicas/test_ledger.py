@@ -14,7 +14,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.trainer.groups import Order, Taken, Terms
 from megatron_stppo.replicas.trainer.ledger import Ledger
-from megatron_stppo.replicas.wire.messages import decode_episodes, encode_episodes
+from megatron_stppo.replicas.wire.episodes import decode_episodes, encode_episodes
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(7))
 ELSEWHERE = Task("other", (), ("no",), "train", 99)
@@ -200,7 +200,7 @@ def test_a_checkpoint_restores_what_is_open_and_the_next_batches(terms, cut: int
     before = [number for batch in run(book, terms, 0, cut) for number in batch]
     state = json.loads(json.dumps(book.state() | {"iteration": cut}))
     again = ledger(tasks, samples, staleness, order)
-    again.restore(state, decode_episodes(encode_episodes(book.kept())))
+    again.restore(state, decode_episodes(encode_episodes(book.kept(), ()))[0])
     assert again.unfinished() == book.unfinished() and again.ready == book.ready
     after = [number for batch in run(again, terms, cut, cut + 4) for number in batch]
     assert after == [number for batch in run(book, terms, cut, cut + 4) for number in batch]
@@ -224,7 +224,7 @@ def test_a_batch_that_is_put_back_is_trained_on_once_after_a_resume_and_its_fail
     assert book.state() | {"lengths": None} == open_before
     again = ledger(tasks, samples, staleness, order)
     state = json.loads(json.dumps(book.state() | {"iteration": cut}))
-    again.restore(state, decode_episodes(encode_episodes(book.kept())))
+    again.restore(state, decode_episodes(encode_episodes(book.kept(), ()))[0])
     played_again = {a.number for a in again.unfinished()}
     assert played_again == {done.number for done in book.kept() if done.trajectory.outcome == "timeout"}
     after = [number for batch in run(again, terms, cut, cut + 4) for number in batch]

@@ -13,7 +13,8 @@ from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.trainer.groups import Order, Taken, Terms
 from megatron_stppo.replicas.trainer.ledger import Ledger
-from megatron_stppo.replicas.wire.messages import Assignment, decode_episodes, encode_episodes
+from megatron_stppo.replicas.wire.episodes import decode_episodes, encode_episodes
+from megatron_stppo.replicas.wire.messages import Assignment
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(40))
 SAMPLES = 2
@@ -67,7 +68,7 @@ class Run:
         """Return a run that continues from a checkpoint."""
         again = Run(self.terms, self.flat, self.picks)
         state = json.loads(json.dumps(self.book.state() | {"iteration": iteration}))
-        again.book.restore(state, decode_episodes(encode_episodes(self.book.kept())))
+        again.book.restore(state, decode_episodes(encode_episodes(self.book.kept(), ()))[0])
         return again
 
 
@@ -204,7 +205,7 @@ def test_a_dropped_group_that_is_not_admitted_now_is_admitted_again() -> None:
     assert [a.number // SAMPLES for a in run.book.resample()] == [8, 8, 9, 9], "in the places of 6 and 7"
     state = json.loads(json.dumps(run.book.state() | {"iteration": 0}))
     again = Run(Terms(2, SAMPLES, 0, resample=0))
-    again.book.restore(state, decode_episodes(encode_episodes(run.book.kept())))
+    again.book.restore(state, decode_episodes(encode_episodes(run.book.kept(), ()))[0])
     assert {a.number // SAMPLES for a in again.book.unfinished()} == {0, 1}
     batches = list(again.batches(0, 5))
     assert [groups(batch) for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
@@ -219,7 +220,9 @@ def test_groups_that_take_a_place_again_after_the_bound_was_lowered_get_random_n
     assert [a.number // SAMPLES for a in run.book.resample()] == [4, 4], "in the place of group 0"
     state = json.loads(json.dumps(run.book.state() | {"iteration": 0}))
     again = Run(Terms(2, SAMPLES, 0, resample=1), flat_tasks(0))
-    again.book.restore(state, decode_episodes(encode_episodes(run.book.kept())))  # groups 1 and 2 are open
+    again.book.restore(
+        state, decode_episodes(encode_episodes(run.book.kept(), ()))[0]
+    )  # groups 1 and 2 are open
     again.note(0, again.book.unfinished())
     list(again.batches(0, 3))
     seeds = {(episode.seed, episode.place) for _, episode in again.admitted.values()}

@@ -15,13 +15,15 @@ from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.replica.news import End, Live, NewsSource
 from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.messages import Announce, Assignment, Go, Play, Stop
+from megatron_stppo.replicas.wire.messages import Announce, Assignment, Give, Play, Receive, Stop
+from megatron_stppo.replicas.wire.route import Route
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from tests.replicas.peers import connected, until
 from tests.rollout.vllm.tiny import Game, task
 
 ASKED = Assignment(7, task(0), 0, 11, 0, 1.0, 1.0)
+ROUTE = Route("route-1", "127.0.0.1", 1, 1, 1, ("member-1", "member-2"))
 
 
 class Box:
@@ -45,6 +47,7 @@ def box(timeout: float = 30.0, game: type[Game] = Game) -> Iterator[Box]:
             activity=Activity(),
             journal=unused,
             timeout=timeout,
+            records=True,
             asked_to_leave=lambda: opened.signal,
             drain=False,
             awaits_answers=False,
@@ -64,10 +67,11 @@ def test_an_answer_of_an_environment_ends_the_wait_for_the_trainer() -> None:
 
 def test_messages_are_kept() -> None:
     with box() as opened:
-        for message in (Play((ASKED,)), Announce(4), Go(4)):
+        for message in (Play((ASKED,)), Announce(4), Receive(ROUTE, 4), Give(ROUTE, 3)):
             opened.listener.send(opened.peer, message)
-        until(lambda: opened.source.look(1.0) or opened.source.go == 4)
+        until(lambda: opened.source.look(1.0) or opened.source.to_give)
         assert (opened.source.announced, list(opened.source.assigned)) == (4, [7])
+        assert (opened.source.to_receive, opened.source.to_give) == (Receive(ROUTE, 4), Give(ROUTE, 3))
         assert opened.source.assigned[7] == ASKED
         assert opened.source.end is None
 

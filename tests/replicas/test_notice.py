@@ -37,7 +37,7 @@ def wait_for_a_batch(folder: Path, signalled: int) -> tuple[str, float]:
     )
     with trainer(timeout=60, notice=lambda: notice.reason) as (t, _):
         hub = t.hub if rank == 0 else None
-        rollouts = Served(learner, dist.HashStore(), ("127.0.0.1", 1), hub, lambda: notice.reason)
+        rollouts = Served(learner, dist.HashStore(), hub, lambda: notice.reason)
         dist.barrier()
         began = time.monotonic()
         if rank == signalled:

@@ -96,6 +96,7 @@ def once(
     then: Callable[[], Any] = lambda: None,
 ) -> tuple[str, Counters, Any]:
     """Serve as replica `name`. Return (how it ended, its counters, then())."""
+    from megatron_stppo.cluster.launch.rendezvous import connect_store
     from megatron_stppo.replicas.replica.replica import Replica
     from megatron_stppo.replicas.replica.start import Started, first_rank
     from megatron_stppo.replicas.wire.weights import Link
@@ -107,7 +108,9 @@ def once(
         replica = Replica(
             engine,
             rollout_limits(given),
-            lambda offer: Link.from_replica(engine, shape, offer, timeout),
+            lambda route, receives: Link.of_replica(
+                engine, shape, route, receives, connect_store(route.host, route.port, timeout), timeout
+            ),
             lambda phase: contextlib.nullcontext(),
             first,
         )

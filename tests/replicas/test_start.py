@@ -10,9 +10,13 @@ import torch.distributed as dist
 
 from megatron_stppo.commands.serve import _open
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer.start import start_hub
+from megatron_stppo.replicas.wire.route import Trained
 from tests.ranks import run_ranks
 from tests.rollout.vllm.tiny import build_model
+
+TRAINED = Trained(Layout(), "local")
 
 
 def write_project(folder: Path) -> None:
@@ -33,7 +37,7 @@ def refused(folder: Path) -> tuple[int, str]:
         }
     )
     try:
-        start_hub(config, torch.float32)
+        start_hub(config, torch.float32, TRAINED)
     except ConfigError as error:
         return dist.get_rank(), str(error)
     raise AssertionError("no error")
@@ -49,7 +53,7 @@ def opened_elsewhere(folder: Path) -> Config:
         "rollout": {"max_prompt_tokens": 60, "max_turn_tokens": 8},
         "serving": {"replicas": 1, "start": False},
     }
-    start_hub(Config.model_validate(given).beside(Path("project")), torch.float32)
+    start_hub(Config.model_validate(given).beside(Path("project")), torch.float32, TRAINED)
     os.chdir("/")
     return _open(folder / "runs" / "run", [])
 

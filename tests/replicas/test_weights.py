@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from megatron_stppo.cluster.launch.rendezvous import files_needed
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.weights import Link, ReplicaLost, link_layouts, why_lost
+from megatron_stppo.replicas.wire.route import layouts_of, why_lost
+from megatron_stppo.replicas.wire.weights import Link, LinkLost
 from megatron_stppo.weights.reshard.plan import lower_bound
 from megatron_stppo.weights.sharding.spans import row_widths
 from tests.ranks import RankError
@@ -57,8 +58,8 @@ def test_a_link_opens_the_files_that_a_rank_makes_room_for(four_ranks: Ended) ->
 
 
 def test_every_row_travels_once(four_ranks: Ended) -> None:
-    offer = linked.offered("good", 0, FOUR)
-    elements = lower_bound(*link_layouts(linked.SHAPE, offer, 1), row_widths(linked.SHAPE))
+    route = linked.route("good", 0, FOUR)
+    elements = lower_bound(*layouts_of(linked.SHAPE, route), row_widths(linked.SHAPE))
     for seen in four_ranks["trainer"].result():
         assert seen["first"].bytes_moved == seen["late"].bytes_moved == 4 * elements
         assert seen["first"].bytes_self == 0
@@ -74,7 +75,7 @@ def test_if_a_replica_is_killed_all_trainer_ranks_raise_and_serve_another_one(
     assert len({seen[when][0] for seen in ranks}) == 1, "the same exception"
     for seen in ranks:
         said, seconds = seen[when]
-        assert said.startswith(f"weights could not be sent to the replica of group {when}: rank ")
+        assert said.startswith(f"weights were not sent over {when}: rank ")
         assert "\n" not in said and seconds < 10
         assert seen[f"{when} own world"] == [b"\x00", b"\x01", b"\x02", b"\x03"]
         assert seen[f"good after {when}"] > 1
@@ -86,9 +87,9 @@ def test_ranks_that_wait_for_a_silent_replica_raise_when_the_hub_says_that_it_is
 ) -> None:
     for seen in four_ranks["trainer"].result():
         said, seconds = seen["silent"]
-        assert said.endswith("of group silent: rank 0: GivenUp: no sign of life for 60 s") and seconds < 10
+        assert said.endswith("over silent: rank 0: GivenUp: no sign of life for 60 s") and seconds < 10
     (said,) = four_ranks["silent"].result()
-    assert "the link to the trainer is closed: sync to version 2 failed" in said
+    assert "link silent is closed (sync to version 2 failed" in said
 
 
 def test_a_changed_row_fails_the_sync_on_both_sides_and_the_replica_serves_nothing(four_ranks: Ended) -> None:
@@ -96,8 +97,8 @@ def test_a_changed_row_fails_the_sync_on_both_sides_and_the_replica_serves_nothi
     for seen in four_ranks["trainer"].result():
         assert f"ReshardError: rank 4: {found}" in seen["changed"][0]
     (said,) = four_ranks["changed"].result()
-    assert said.startswith("ReshardError: ") and found in said
-    assert "the link to the trainer is closed: sync to version 2 failed" in said
+    assert said.startswith("LinkLost: ") and found in said
+    assert "link changed is closed (sync to version 2 failed" in said
 
 
 def test_both_sides_must_name_the_same_version(four_ranks: Ended) -> None:
@@ -118,24 +119,24 @@ def test_a_replica_of_two_ranks_gets_a_half_each_and_ends_if_one_of_them_dies(tm
     assert ended["good"].result() == [[(1.0, 1), (-1.0, 2)]] * 2
     (seen,) = ended["trainer"].result()
     elements = lower_bound(
-        *link_layouts(linked.SHAPE, linked.offered("good", 0, ONE), 2), row_widths(linked.SHAPE)
+        *layouts_of(linked.SHAPE, linked.route("good", 0, ONE, 2)), row_widths(linked.SHAPE)
     )
     assert seen["good"].bytes_moved == 4 * elements
     said, seconds = seen["inside"]
-    assert said.startswith("weights could not be sent to the replica of group inside: ") and seconds < 10
+    assert said.startswith("weights were not sent over inside: ") and seconds < 10
     with pytest.raises(RankError, match="rank 1 died"):
         ended["inside"].result()
     assert seen["full"] == "ReshardError: rank 0: OutOfMemoryError: the GPU is full", "no lost replica"
-    assert ended["full"].result()[0].startswith("ReshardError: rank 0: OutOfMemoryError: the GPU is full; ")
+    assert ended["full"].result()[0].startswith("LinkLost: weights were not sent over full: ")
 
 
 def test_an_error_of_the_system_in_a_connection_means_that_the_replica_is_lost(default_group: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    offer, store = linked.offered("refused", port, ONE), dist.HashStore()
-    with pytest.raises(ReplicaLost, match="group refused: rank 0: ConnectionRefusedError: "):
-        Link({}, linked.SHAPE, offer, 1, linked.TIMEOUT, store)
-    assert why_lost(store, "refused").startswith("ConnectionRefusedError"), "the replica does not wait"
+    route, store = linked.route("refused", port, ONE), dist.HashStore()
+    with pytest.raises(LinkLost, match="over refused: rank 0: ConnectionRefusedError: "):
+        Link({}, linked.SHAPE, route, False, store, linked.TIMEOUT)
+    assert why_lost(store, ["refused"]).startswith("ConnectionRefusedError"), "the replica does not wait"
 
 
 def test_vllm_serves_what_megatron_trains_under_the_version_that_was_sent(tmp_path: Path) -> None:
@@ -149,7 +150,6 @@ def test_vllm_serves_what_megatron_trains_under_the_version_that_was_sent(tmp_pa
     (seen,) = ended["replica"].result()
     assert seen["differ 3"] == seen["differ 4"] == []
     assert [run[0] for run in (*seen["turn 3"], *seen["turn 4"])] == [3, 4]
-    assert "the link to the trainer is closed" in seen["closed"]
     for reports in ended["trainer"].result():
         assert [report.version for report in reports] == [3, 4]
         assert reports[1].checksum == seen["report 4"].checksum

@@ -1,8 +1,9 @@
 """Simulate training: a trainer, and replicas that play episodes while it trains.
 
 This follows docs/asynchronous.md. In iteration v the trainer requests batch v and waits until it is complete.
-Then it computes scores, advantages and updates, and publishes version v + 1 to one replica after the other.
-Admitted episodes are given to the replica with the fewest episodes in progress.
+Then it computes scores, advantages and updates, waits until all replicas have version v, and begins to send
+version v + 1 to one of them, which passes it on while the next iteration begins. Admitted episodes are given
+to the replica with the fewest episodes in progress, and begin with the newest version.
 
 Colocated training is the case in which no episode begins before the update: with staleness 0, and with the
 time to move models and engines in and out of GPU memory as `publish`.
@@ -31,8 +32,9 @@ class AsynchronousRun:
     replicas: int = 1
     concurrency: int = 256  # episodes in progress per replica
     update: UpdateKind = "recompute"
-    transfer: float = 0.0  # seconds to send the weights to one replica
-    publish: float = 0.0  # further seconds of the trainer for each version, before and after the transfers
+    first: float = 0.0  # seconds to send the weights from the trainer to a replica
+    transfer: float = 0.0  # seconds to send them from one replica to another
+    publish: float = 0.0  # seconds of the trainer for each version, before it is sent
     overlap: bool = True  # rollout.overlap_tools
 
 
@@ -55,7 +57,7 @@ class Forecast:
     tokens_per_second: float  # tokens of the trajectories that are trained on, prompts included
     waiting: float  # seconds that the trainer waits for a complete batch or, with `complete`, all episodes
     training: float  # seconds of score, advantage and update
-    publishing: float  # the other seconds, from the last update until all replicas have the weights
+    publishing: float  # the other seconds, for the weights
     replica_idle: float  # share of time without a sequence to run, mean over replicas
     replica_paused: float  # share of time that replicas wait for weights, mean over replicas
     staleness: Mapping[int, float]  # {versions: share of the trajectories}
@@ -104,6 +106,7 @@ class AsynchronousSimulation:
         self.buffer = EpisodeBuffer(run.rule)
         given = (run.engine, run.work.tools.at_once, self._ended, run.update, run.overlap)
         self._replicas = [ReplicaModel(self._clock, *given) for _ in range(run.replicas)]
+        self._publication = Publication(self._clock, self._replicas, run.first, run.transfer, self._publish)
         self._version = -1
         self._asked_at: float | None = None  # while the trainer waits
         self._trained_at: float | None = None  # while the version waits for episodes before it is published
@@ -136,7 +139,7 @@ class AsynchronousSimulation:
             number = self.buffer.admitted
             episode = EpisodeInPlay(number, self._run.work.episode(number))
             self.buffer.admit(episode)
-            replica.admit(episode)
+            replica.admit(episode, self._version)
 
     def _ended(self, episode: EpisodeInPlay) -> None:
         self.buffer.add(episode)
@@ -161,19 +164,20 @@ class AsynchronousSimulation:
         self._publish()
 
     def _publish(self) -> None:
-        """Send a new version, and begin the next iteration. Nothing happens if there is none, or if episodes
-        must end first."""
+        """Begin to send a new version, and the next iteration. Nothing happens if there is none, if a replica
+        has not got the version before, or if episodes must end first."""
         run, clock = self._run, self._clock
         completes = run.update == "complete" and any(replica.in_flight for replica in self._replicas)
-        if self._trained_at is None or completes:
+        if self._trained_at is None or completes or not self._publication.is_over:
             return
         self._waiting += clock.now - self._trained_at
         self._trained_at = None
 
-        def published() -> None:
-            clock.at(clock.now + run.publish, self._ask)
+        def copied() -> None:
+            self._publication.begin(self._version + 1)
+            self._ask()
 
-        Publication(clock, self._replicas, self._version + 1, run.transfer, published)
+        clock.at(clock.now + run.publish, copied)
 
     def _totals(self) -> _Totals:
         counts = [one.engine.counts for one in self._replicas]
@@ -204,7 +208,7 @@ class AsynchronousSimulation:
             tokens_per_second=sum(tokens for _, tokens in trained) / seconds,
             waiting=spent.waiting / count,
             training=spent.training / count,
-            publishing=(seconds - spent.waiting - spent.training) / count,
+            publishing=max(0.0, seconds - spent.waiting - spent.training) / count,
             replica_idle=max(0.0, 1 - (spent.stepping + spent.paused) / all_replicas),
             replica_paused=spent.paused / all_replicas,
             staleness={age: versions[age] / len(trained) for age in sorted(versions)},

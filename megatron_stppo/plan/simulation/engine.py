@@ -155,6 +155,12 @@ class StepEngine:
         else:
             self._cut()
 
+    def go_on(self) -> None:
+        """Continue after a stop without an update."""
+        assert self._still
+        self._stopped, self._still = None, False
+        self.wake()
+
     def resume(self) -> int:
         """Continue after an update: the keys and values of everything that runs are computed again.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from megatron_stppo.parallel.weight_tree import PATIENCE, TRAINER, Hop, Node, WeightTree
 from megatron_stppo.plan.simulation.engine import Clock, EngineSpeed, Generation, StepEngine
 from megatron_stppo.plan.simulation.workload import PlannedEpisode
 
@@ -58,11 +59,16 @@ class ReplicaModel:
         self._ready: Callable[[], None] | None = None  # with drain: called when no turn is in the engine
         self._draining = False
         self._held: list[EpisodeInPlay] = []  # with drain: turns that wait for the update
+        self._early: list[EpisodeInPlay] = []  # episodes that wait for the update
         self._since = 0.0  # start of a pause
 
-    def admit(self, episode: EpisodeInPlay) -> None:
+    def admit(self, episode: EpisodeInPlay, version: int) -> None:
+        """Begin an episode as soon as the replica has the version."""
         self.in_flight += 1
-        self._turn(episode)
+        if self.version < version:
+            self._early.append(episode)
+        else:
+            self._turn(episode)
 
     def announce(self, ready: Callable[[], None]) -> None:
         """Prepare for an update. Call `ready` when it may begin: at once, or when running turns are over."""
@@ -73,7 +79,7 @@ class ReplicaModel:
         self._look_whether_drained()
 
     def pause(self, stopped: Callable[[], None]) -> None:
-        """Call `stopped` at the next end of a step. The engine does not step until `go_on`."""
+        """Call `stopped` at the next end of a step. The engine does not step until `update` or `go_on`."""
 
         def stop() -> None:
             self._since = self._clock.now
@@ -81,14 +87,19 @@ class ReplicaModel:
 
         self.engine.stop(stop)
 
-    def go_on(self, version: int) -> None:
+    def go_on(self) -> None:
+        """Continue with the same weights."""
+        self.paused += self._clock.now - self._since
+        self.engine.go_on()
+
+    def update(self, version: int) -> None:
         """Continue with new weights."""
         self.paused += self._clock.now - self._since
         self.version, self._updates = version, self._updates + 1
         self.recomputed += self.engine.resume()
-        self._draining, held = False, self._held
-        self._held = []
-        for episode in held:
+        begin = [*self._held, *self._early]
+        self._draining, self._held, self._early = False, [], []
+        for episode in begin:
             self._turn(episode)
 
     def _turn(self, episode: EpisodeInPlay) -> None:
@@ -163,37 +174,71 @@ class ReplicaModel:
 
 
 class Publication:
-    """Announces a version to all replicas, and sends it to one at a time, in the order in which they are
-    ready. A replica generates until it is its turn."""
+    """Sends versions to all replicas by the rules of a run (parallel/weight_tree.py): the trainer to one,
+    which passes them on. Both ends of a transfer between replicas pause."""
 
     def __init__(
         self,
         clock: Clock,
         replicas: Sequence[ReplicaModel],
-        version: int,
+        first: float,
         transfer: float,
-        published: Callable[[], None],
+        over: Callable[[], None],
     ) -> None:
-        """transfer: seconds per replica. published: called when all replicas have the version."""
-        self._clock, self._version, self._transfer, self._published = clock, version, transfer, published
-        self._left = len(replicas)
-        self._ready: list[ReplicaModel] = []  # the first of them is being sent the weights
-        for replica in replicas:
-            replica.announce(partial(self._is_ready, replica))
+        """first: seconds from the trainer to a replica. transfer: seconds from one replica to another. over:
+        called when all replicas have the version."""
+        self._clock, self._first, self._transfer, self._over = clock, first, transfer, over
+        self._replicas = {str(number): replica for number, replica in enumerate(replicas)}
+        self._spread = WeightTree(lambda: clock.now)
+        for name in self._replicas:
+            self._spread.nodes[name] = Node(1, version=0, has_joined=True)
+        self._spread.begin(0)
 
-    def _is_ready(self, replica: ReplicaModel) -> None:
-        self._ready.append(replica)
-        if len(self._ready) == 1:
-            self._send()
+    @property
+    def is_over(self) -> bool:
+        return all(node.version == self._spread.version for node in self._spread.nodes.values())
 
-    def _send(self) -> None:
-        self._ready[0].pause(lambda: self._clock.at(self._clock.now + self._transfer, self._sent))
+    def begin(self, version: int) -> None:
+        self._spread.begin(version)
+        for name, replica in self._replicas.items():
+            replica.announce(partial(self._is_ready, name))
 
-    def _sent(self) -> None:
-        self._ready[0].go_on(self._version)
-        self._left -= 1
-        del self._ready[0]
-        if self._ready:
-            self._send()
-        elif not self._left:
-            self._published()
+    def _is_ready(self, name: str) -> None:
+        self._spread.nodes[name].ready = self._spread.version
+        self._look()
+
+    def _look(self) -> None:
+        if (first := self._spread.first()) is not None:
+            self._start(first, self._first)
+        for move in self._spread.moves():
+            self._start(move, self._transfer)
+        if not self.is_over:  # a pair may be connected if nothing else moves
+            self._clock.at(self._clock.now + 1.01 * PATIENCE, self._look_again)
+
+    def _look_again(self) -> None:
+        if not self.is_over and not self._spread.is_moving:
+            self._look()
+
+    def _start(self, move: Hop, seconds: float) -> None:
+        ends = [self._replicas[name] for name in (move.source, move.target) if name != TRAINER]
+        waiting = len(ends)
+
+        def stopped() -> None:
+            nonlocal waiting
+            waiting -= 1
+            if not waiting:
+                self._clock.at(self._clock.now + seconds, partial(self._sent, move))
+
+        for end in ends:
+            end.pause(stopped)
+
+    def _sent(self, move: Hop) -> None:
+        self._replicas[move.target].update(move.version)
+        self._spread.ended(move.route, move.target)
+        if move.source != TRAINER:
+            self._replicas[move.source].go_on()
+            self._spread.ended(move.route, move.source)
+        if self.is_over:
+            self._over()
+        else:
+            self._look()

@@ -6,14 +6,13 @@ step they are applied.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_stppo.base.errors import CannotServe
 from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.episodes import Unfinished
 from megatron_stppo.replicas.wire.journal import Journal, Line
 from megatron_stppo.replicas.wire.messages import (
     Alive,
@@ -21,17 +20,18 @@ from megatron_stppo.replicas.wire.messages import (
     Assignment,
     FromReplica,
     FromTrainer,
-    Go,
-    Offer,
+    Give,
     Play,
     Ready,
+    Receive,
     Stop,
+    TellUnfinished,
+    ToldUnfinished,
 )
 from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.play import Player
 
 BEAT = 0.5  # seconds that the ranks of an idle replica wait at most for each other's sign of life
-DIFFERS = "this run differs from the recorded one"
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class End:
 class News:
     """What changes between two engine steps. Every rank applies the fields in this order.
 
-    Example: News(assigned=(assignment,)) begins an episode, News(update=4) receives version 4.
+    Example: News(assigned=(assignment,)) begins an episode.
     """
 
     end: End | None = None
-    join: Offer | None = None  # build the group for weights, and receive the offered version
+    give: Give | None = None  # send weights to another replica
     hold: bool = False  # start no new turns until the next update
-    update: int | None = None  # receive this version
+    receive: Receive | None = None  # receive weights
     assigned: tuple[Assignment, ...] = ()  # episodes to begin
     answers: tuple[Answer, ...] = ()  # of environments
 
@@ -66,7 +66,7 @@ class News:
             step,
             tuple(assignment.number for assignment in self.assigned),
             tuple(answer.index for answer in self.answers),
-            self.join.version if self.join is not None else self.update,
+            self.receive.version if self.receive is not None else None,
             self.hold,
         )
 
@@ -83,13 +83,16 @@ class NewsSource:
     activity: Activity
     journal: Journal
     timeout: float  # seconds without a sign of life after which the trainer is lost
+    records: bool  # whether another engine can continue episodes in progress
     asked_to_leave: Callable[[], str]  # returns the name of the signal that this process has got, or ""
     assigned: dict[int, Assignment] = field(default_factory=dict, init=False)  # by number, as they arrived
     answers: dict[int, Answer] = field(default_factory=dict, init=False)  # by number of the episode
-    offer: Offer | None = field(default=None, init=False)
     announced: int | None = field(default=None, init=False)  # the version of the newest Announce
-    go: int | None = field(default=None, init=False)  # the version of the newest Go
+    to_give: Give | None = field(default=None, init=False)
+    to_receive: Receive | None = field(default=None, init=False)
+    snapshot: TellUnfinished | None = field(default=None, init=False)
     end: End | None = field(default=None, init=False)
+    version: int = field(default=-1, init=False)  # of the weights; -1: the engine must not run
 
     def next(self, player: Player) -> News:
         """Return what to apply before the next engine step, and record it. While the engine is idle, wait for
@@ -97,15 +100,16 @@ class NewsSource:
 
         Raises CannotServe if a repeated run differs from the recorded one, and exceptions of `look`.
         """
-        self.look(0.0)
+        self.look(0.0, player)
         news = self._next(player)
         if self.end is not None:
             return News(end=self.end)
         self.journal.write(news.line(player.steps))
         return news
 
-    def look(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds until something arrives, and receive all that has arrived.
+    def look(self, timeout: float, player: Player | None = None) -> None:
+        """Wait up to `timeout` seconds until something arrives, and receive all that has arrived. Answer a
+        TellUnfinished with what the player's episodes have played.
 
         Raises RolloutError and ToolsStayAway as EnvironmentHost.check does, and msgspec.MsgspecError as
         Dialer.take does.
@@ -117,6 +121,16 @@ class NewsSource:
         self.host.check()
         if self.end is None:
             self.end = self._reason_to_end(bool(messages))
+        if self.snapshot is not None and player is not None:
+            self.tell_unfinished(player)
+            self.send(ToldUnfinished(self.snapshot.number))
+            self.snapshot = None
+
+    def tell_unfinished(self, player: Player) -> None:
+        """Send what the episodes in progress have played, except those of an evaluation."""
+        for number in player.playing if self.records else ():
+            if number >= 0 and (record := player.record(number)):
+                self.dialer.send(Unfinished.of(number, record))
 
     def send(self, message: FromReplica) -> None:
         """Send the newest counters, and then the message: an iteration that ends with it has both."""
@@ -131,18 +145,19 @@ class NewsSource:
         assigned: Iterable[int] = (),
         answers: Iterable[int] = (),
         hold: bool = False,
-        update: int | None = None,
-        join: Offer | None = None,
+        receive: Receive | None = None,
     ) -> News:
-        """Return what is applied now. It is no longer kept. assigned, answers: numbers of episodes."""
-        if join is not None:
-            self.offer = None
-        if update is not None:
-            self.announced = self.go = None
+        """Return what is applied now, with weights to give. It is no longer kept.
+
+        assigned, answers: numbers of episodes.
+        """
+        give, self.to_give = self.to_give, None
+        if receive is not None:
+            self.announced = self.to_receive = None
         return News(
-            join=join,
+            give=give,
             hold=hold,
-            update=update,
+            receive=receive,
             assigned=tuple(self.assigned.pop(number) for number in assigned),
             answers=tuple(self.answers.pop(number) for number in answers),
         )
@@ -153,10 +168,12 @@ class NewsSource:
                 self.assigned |= {episode.number: episode for episode in message.episodes}
             case Announce():
                 self.announced = message.version
-            case Go():
-                self.go = message.version
-            case Offer():
-                self.offer = message
+            case Receive():
+                self.to_receive = message
+            case Give():
+                self.to_give = message
+            case TellUnfinished():
+                self.snapshot = message
             case Stop():
                 self.end = End("refused" if message.is_refusal else "stop", message.reason)
 
@@ -178,105 +195,42 @@ class Live(NewsSource):
 
     drain: bool  # turns that run when an update is announced are completed before it
     awaits_answers: bool  # of all environments before the next engine step (rollout.overlap_tools=false)
-    _held: bool = field(default=False, init=False)  # for the announced update
-    _is_ready: bool = field(default=False, init=False)  # for the announced update
+    _held: bool = field(default=False, init=False)  # turns, for the announced update
+    _told: int = field(default=-1, init=False)  # the version of the newest Ready
 
     def _next(self, player: Player) -> News:
-        if not player.runs and not self._has_news():
-            self.look(BEAT)
-        while self.awaits_answers and self.end is None and not set(player.asked) <= self.answers.keys():
-            self.look(BEAT)
+        if not (player.runs and self.version >= 0) and not self._has_news(player):
+            self.look(BEAT, player)
+        while self._awaits(player) and self.end is None and self.to_give is None:
+            self.look(BEAT, player)
         if self.end is not None:
             return News()
-        if self.offer is not None:
-            return self._news(join=self.offer)
-        hold, update = self._prepare_update(player)
+        if self._awaits(player):
+            return self._news()
+        hold, receive = self._prepare_update(player)
+        begun = [n for n, episode in self.assigned.items() if episode.version <= self.version]
         answered = [number for number in player.asked if number in self.answers]
-        return self._news(list(self.assigned), answered, hold, update)
+        return self._news(begun, answered, hold, receive)
 
-    def _has_news(self) -> bool:
-        due = self.announced is not None and (not self._is_ready or self.go == self.announced)
-        return bool(self.end or self.offer or self.assigned or self.answers or due)
+    def _awaits(self, player: Player) -> bool:
+        """Whether the next engine step must wait for environments."""
+        return self.awaits_answers and not set(player.asked) <= self.answers.keys()
 
-    def _prepare_update(self, player: Player) -> tuple[bool, int | None]:
-        """Answer an announcement when the update can be entered. Return (hold, update) of the News."""
-        if (version := self.announced) is None:
+    def _has_news(self, player: Player) -> bool:
+        begins = any(episode.version <= self.version for episode in self.assigned.values())
+        due = self.announced is not None and self.announced != self._told
+        return bool(self.end or self.to_give or self.to_receive or begins or self.answers or due)
+
+    def _prepare_update(self, player: Player) -> tuple[bool, Receive | None]:
+        """Answer an announcement when the update can be entered. Return (hold, receive) of the News."""
+        if (version := self.announced) is not None:
+            if self.drain and not self._held and self.version >= 0:
+                self._held = True
+                return True, None
+            if version != self._told and not (self.drain and player.runs and self.version >= 0):
+                self._told = version
+                self.send(Ready(version))
+        if self.to_receive is None:
             return False, None
-        if self.drain and not self._held:
-            self._held = True
-            return True, None
-        if not self._is_ready and not (self.drain and player.runs):
-            self._is_ready = True
-            self.send(Ready(version))
-        if self.go != version:
-            return False, None
-        self._held = self._is_ready = False
-        return False, version
-
-
-@dataclass(kw_only=True)
-class Replayed(NewsSource):
-    """Repeats a recorded run: everything is applied before the engine step that a line of its journal names.
-
-    Messages and answers arrive at other times than in the recorded run. Each is kept until its step, and the
-    engine waits for those that are due. The replica then makes the same engine steps with the same requests.
-    """
-
-    lines: Iterator[Line]
-    patience: float  # seconds to wait for what is due
-    _joined: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self._line = next(self.lines, None)
-
-    def _next(self, player: Player) -> News:
-        return self._after(player) if self._line is None else self._due(player, self._line)
-
-    def _due(self, player: Player, line: Line) -> News:
-        """Return what the line names if its step has come."""
-        if player.steps < line.step:
-            if not player.runs:
-                raise CannotServe(
-                    f"the journal continues before engine step {line.step}, but no turn is generated after "
-                    f"step {player.steps}; {DIFFERS}"
-                )
-            return News()
-        joins = line.version is not None and not self._joined
-        update = None if joins else line.version
-        if joins:
-            self._await(line, "offer", lambda: self.offer is not None)
-        if line.hold or update is not None:
-            self._await(line, "announcement of an update", lambda: self.announced is not None)
-        if update is not None:
-            self.send(Ready(update))
-            self._await(line, f"version {update}", lambda: self.go == update)
-        self._await(line, f"episodes {line.assigned}", lambda: {*line.assigned} <= self.assigned.keys())
-        self._await(line, f"answers for {line.answers}", lambda: {*line.answers} <= self.answers.keys())
-        if self.end is not None:
-            return News()
-        self._line, self._joined = next(self.lines, None), True
-        join = self.offer if joins else None
-        return self._news(line.assigned, line.answers, line.hold, update, join)
-
-    def _await(self, line: Line, what: str, has_arrived: Callable[[], bool]) -> None:
-        self._wait(f"the journal has {what} before engine step {line.step}, but nothing came", has_arrived)
-
-    def _wait(self, why: str, is_over: Callable[[], bool]) -> None:
-        """Wait until is_over(), or until the replica must end. Raises CannotServe if it takes too long."""
-        began = time.monotonic()
-        while not is_over() and self.end is None:
-            if time.monotonic() - began > self.patience:
-                raise CannotServe(f"{why} for {self.patience:g} s; {DIFFERS}")
-            self.look(BEAT)
-
-    def _after(self, player: Player) -> News:
-        """After the last line: complete the turns that are generated, then wait for the end of the run."""
-        if not player.runs:
-            left = sorted({*player.playing, *self.assigned})
-            ends = f"the journal ends after engine step {player.steps}"
-            self._wait(
-                f"{ends}, and episodes are left, such as {left[:1]},",
-                lambda: not (player.playing or self.assigned),
-            )
-            self.look(BEAT)
-        return News()
+        self._held = False
+        return False, self.to_receive

@@ -17,12 +17,15 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import broadcast_record
 from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.replica.news import End, News, NewsSource
-from megatron_stppo.replicas.wire.messages import Assignment, Done, Offer, ReplicaEnds
+from megatron_stppo.replicas.wire.episodes import Done, unpack_record
+from megatron_stppo.replicas.wire.messages import Assignment, Give, Moved, Receive, ReplicaEnds
+from megatron_stppo.replicas.wire.route import Route
+from megatron_stppo.replicas.wire.weights import Link, LinkLost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
-from megatron_stppo.rollout.episodes.play import InProgress, Player
+from megatron_stppo.rollout.episodes.play import InProgress, OneVersion, Player
+from megatron_stppo.weights.reshard.verify import ReshardError
 
 if TYPE_CHECKING:
-    from megatron_stppo.replicas.wire.weights import Link
     from megatron_stppo.rollout.vllm.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -32,30 +35,33 @@ RENEW = 5.0  # seconds after which the deadline of the phase `rollout` starts ag
 class Replica:
     """One rank of a replica.
 
-    link: makes the link to the trainer of an Offer. phase: the phases of a Watchdog, by name.
-    first: None on the other ranks.
+    link: makes the link of a Route; the flag: this replica receives. phase: the phases of a Watchdog, by
+    name. first: None on the other ranks. one_version: see Player.
     """
 
     def __init__(
         self,
         engine: Engine,
         limits: Limits,
-        link: Callable[[Offer], Link],
+        link: Callable[[Route, bool], Link],
         phase: Callable[[str], AbstractContextManager[None]],
         first: NewsSource | None,
+        one_version: OneVersion = "",
     ) -> None:
         self._engine, self._limits, self._phase, self._first = engine, limits, phase, first
         self._make_link = link
-        self._link: Link | None = None
+        self._links: dict[str, Link] = {}  # by route
+        self._version, self._why = -1, "no weights have arrived"
+        engine.published = self.published
         self._activity = first.activity if first else Activity()
-        self._player = Player(engine, first.host if first else None)
+        self._player = Player(engine, first.host if first else None, one_version)
 
     def run(self) -> End:
         """Play until the replica ends, and return why. Collective.
 
         The reason is also sent to the trainer, unless the trainer decided it or is gone.
-        Raises ConfigError for an environment that is used wrongly, EngineFailure, and CannotServe if weights
-        do not arrive. These are sent too.
+        Raises ConfigError for an environment that is used wrongly, EngineFailure, and CannotServe if a rank
+        cannot receive or send weights. These are sent too.
         """
         try:
             end = self._play()
@@ -64,12 +70,22 @@ class Replica:
             raise
         match end.kind:
             case "left" | "away" | "error":
+                if self._first:
+                    self._first.tell_unfinished(self._player)
                 self._tell(end.kind, end.text)
         return end
 
+    def published(self) -> int:
+        """Return the version of the weights. Raises ReshardError unless all of them have arrived."""
+        if self._version < 0:
+            raise ReshardError(f"this replica has no complete weights: {self._why}")
+        return self._version
+
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
+        """Leave all links. The engine cannot generate any more."""
+        self._version, self._why = -1, "the links are closed"
+        for link in self._links.values():
+            link.close()
 
     def _tell(self, kind: Literal["left", "misuse", "away", "error"], text: str) -> None:
         if self._first:
@@ -88,12 +104,14 @@ class Replica:
         player, news = self._player, self._hear()
         if news.end is not None:
             return news.end
-        if news.join is not None:
-            self._join(news.join)
+        if news.give is not None:
+            began = time.monotonic()
+            self._move(news.give, receives=False)
+            self._activity.gave(began, time.monotonic())
         if news.hold:
             player.hold()
-        if news.update is not None:
-            self._update(news.update)
+        if news.receive is not None:
+            self._receive(news.receive)
         player.begin([self._begun(assignment) for assignment in news.assigned])
         self._report(player.apply(news.answers))
         self._step()
@@ -109,37 +127,57 @@ class Replica:
         return broadcast_record(news, News, 0, self._engine.group)
 
     def _step(self) -> None:
-        if self._player.runs:
+        if self._player.runs and self._version >= 0:
             began = time.monotonic()
             ended = self._player.step()
             self._activity.stepped(began, time.monotonic())
             self._report(ended)
 
-    def _join(self, offer: Offer) -> None:
-        with self._phase("reshard"), _failing(f"the link to the trainer at {offer.host}:{offer.port}"):
-            self._link = self._make_link(offer)
-            self._link.sync(offer.version)
-        self._engine.refresh()
-        self._activity.joined(time.monotonic())
+    def _receive(self, message: Receive) -> None:
+        """Receive weights between two steps. Turns that were begun continue with them.
 
-    def _update(self, version: int) -> None:
-        """Receive new weights between two steps. Turns that were begun continue with them."""
-        assert self._link is not None, "the first news are those of joining"
+        If they do not arrive, the engine waits until they are sent again.
+        """
         player, began = self._player, time.monotonic()
         self._report(player.hand_over(self._engine.settle()))
+        player.hold()
         interrupts, recomputed = player.runs or player.holds, self._engine.computed_tokens
-        with self._phase("reshard"), _failing(f"the weights of version {version}"):
-            self._link.sync(version)
+        self._set_version(-1, f"version {message.version} has not arrived")
+        if not self._move(message, receives=True):
+            return
+        self._set_version(message.version)
         self._engine.refresh(recompute=True)
         player.release()
         self._activity.updated(began, time.monotonic(), recomputed, interrupts)
         if self._first:
             self._first.host.renew_patience()
 
+    def _move(self, message: Receive | Give, receives: bool) -> bool:
+        """Receive or send weights, and tell the trainer. Return False if the other end is lost."""
+        route, version, failed = message.route, message.version, ""
+        try:
+            with self._phase("reshard"), _failing(f"the weights of version {version} over {route.name}"):
+                if (link := self._links.get(route.name)) is None:
+                    link = self._links[route.name] = self._make_link(route, receives)
+                link.sync(version)
+        except LinkLost as error:
+            self._links.pop(route.name, None)
+            failed = one_line(str(error))
+            log.warning("%s", failed)
+        if self._first:
+            self._first.send(Moved(route.name, version, failed))
+        return not failed
+
+    def _set_version(self, version: int, why: str = "") -> None:
+        self._version, self._why = version, why
+        if self._first:
+            self._first.version = version
+
     def _begun(self, assignment: Assignment) -> InProgress:
         a, engine = assignment, self._engine
         episode = Episode(a.task, a.group, self._limits, engine.tokenizer, engine.end_ids)
-        return InProgress(a.number, episode, a.seed, a.place, a.temperature, a.top_p)
+        record = unpack_record(a.record)
+        return InProgress(a.number, episode, a.seed, a.place, a.temperature, a.top_p, record)
 
     def _report(self, ended: Sequence[InProgress]) -> None:
         """Send the trajectories of episodes that have ended."""
@@ -163,12 +201,14 @@ def _next(source: NewsSource, player: Player) -> News:
 
 @contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """Turn an error of the block into CannotServe: without verified weights the replica must not serve."""
+    """Turn an error of this replica into CannotServe. A lost link is none."""
     try:
         yield
+    except LinkLost:
+        raise
     except Exception as error:
-        log.error("%s did not arrive", what, exc_info=True)
-        raise CannotServe(f"{what} did not arrive: {_said(error)}") from error
+        log.error("%s cannot be exchanged", what, exc_info=True)
+        raise CannotServe(f"{what} cannot be exchanged: {_said(error)}") from error
 
 
 def _said(error: Exception) -> str:

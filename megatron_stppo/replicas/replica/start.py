@@ -18,13 +18,15 @@ from megatron_stppo.agents.endpoint.opening import open_environment
 from megatron_stppo.cluster.deadlines import Watchdog
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.launch.doctor import engine_version
+from megatron_stppo.cluster.launch.rendezvous import connect_store
 from megatron_stppo.cluster.preemption import PreemptionNotice
 from megatron_stppo.config import Config
 from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.replicas.replica.activity import Activity
-from megatron_stppo.replicas.replica.news import Live, NewsSource, Replayed
+from megatron_stppo.replicas.replica.news import Live, NewsSource
+from megatron_stppo.replicas.replica.replayed import Replayed
 from megatron_stppo.replicas.replica.replica import Replica, raise_failure
 from megatron_stppo.replicas.wire import journal
 from megatron_stppo.replicas.wire.address import is_loopback
@@ -32,14 +34,17 @@ from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.digest import model_digest
 from megatron_stppo.replicas.wire.keys import FOLDER, Connection
 from megatron_stppo.replicas.wire.messages import Hello, limit_of, process_name
+from megatron_stppo.replicas.wire.route import Route
 from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
+from megatron_stppo.rollout.episodes.play import OneVersion
 from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from megatron_stppo.rollout.vllm.engine import Engine
 from megatron_stppo.training.rollouts import rollout_settings
-from megatron_stppo.weights.sharding.hf_names import read_shape
-from megatron_stppo.weights.sharding.low_rank import served_adapters
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.weights.sharding.low_rank import ServedAdapters, served_adapters
 
+ONE_VERSION: dict[str, OneVersion] = {"recompute": "", "drain": "turn", "complete": "episode"}
 PATIENCE = 10  # times serving.timeout: how long a repeated replica waits for what its journal names
 log = logging.getLogger(__name__)
 
@@ -82,13 +87,26 @@ def serve(config: Config, started: Started, build_engine: Callable[[], Engine]) 
             Replica,
             engine,
             limits,
-            lambda offer: Link.from_replica(engine, shape, offer, timeout, adapters),
+            partial(_link, engine, shape, timeout, adapters),
             watchdog.phase,
         )
+        one_version = ONE_VERSION[config.serving.update]
         if rank:
-            return _serve(build(None), engine)
+            return _serve(build(None, one_version), engine)
         with first_rank(config, started, name, engine, make_environment) as first:
-            _serve(build(first), engine)
+            _serve(build(first, one_version), engine)
+
+
+def _link(
+    engine: Engine,
+    shape: ModelShape,
+    timeout: timedelta,
+    adapters: ServedAdapters | None,
+    route: Route,
+    receives: bool,
+) -> Link:
+    store = connect_store(route.host, route.port, timeout)
+    return Link.of_replica(engine, shape, route, receives, store, timeout, adapters)
 
 
 def _serve(replica: Replica, engine: Engine) -> None:
@@ -135,6 +153,7 @@ def first_rank(
                 activity=activity,
                 journal=recording,
                 timeout=timeout,
+                records=not config.replays_rollout,
                 asked_to_leave=lambda: started.notice.reason,
             )
     finally:

@@ -10,43 +10,37 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import msgspec
 
 from megatron_stppo.base.errors import EngineLost, ToolsStayAway
 from megatron_stppo.base.printing import one_line, printable
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
+from megatron_stppo.observe.console import say
+from megatron_stppo.parallel.weight_tree import Hop, Node, WeightTree
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
+from megatron_stppo.replicas.trainer.member import Member, send_episodes, shares
+from megatron_stppo.replicas.trainer.records import EpisodeRecords
 from megatron_stppo.replicas.wire import messages
 from megatron_stppo.replicas.wire.channel import Channel
+from megatron_stppo.replicas.wire.episodes import Done, Unfinished
 from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.route import Route, Trained
 
 ABSENT = 10  # times serving.timeout: how long a run waits for a replica when it has none
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Member:
-    """One replica, as the trainer sees it. Example: Member("weights-1", peer, hello) has not joined yet."""
-
-    group: str  # its process group for weights
-    peer: Channel  # its connection
-    hello: messages.Hello
-    joined: bool = False
-    playing: dict[int, messages.Assignment] = field(default_factory=dict)
-    held: set[int] = field(default_factory=set)  # versions that it may have received
-    ready: int = -1  # the version it can be updated to
-    counters: messages.Counters = field(default_factory=messages.Counters)
-
-
 class Crew:
     """The connected replicas and the episodes that wait for one.
 
-    A replica is named by its group, the process group for its weights, whose name is used once. Its own name
-    is used again by the replica that replaces it.
+    A replica is named by its group, a name that is used once. Its own name is used again by the replica that
+    replaces it.
     """
 
     def __init__(
@@ -54,27 +48,29 @@ class Crew:
         listener: Listener,
         ledger: Ledger,
         expected: Expected,
+        address: tuple[str, int],
+        trained: Trained,
         timeout: float,
         local: LocalReplicas | None = None,
         journal: Mapping[int, str] | None = None,
         tell_lost: Callable[[str, str], None] = lambda group, why: None,
-        only_oldest: bool = False,
     ) -> None:
-        """timeout: seconds of silence after which a replica is lost.
+        """address: host and port of the store on which the groups for weights are built. trained: how the
+        trainer holds the weights. timeout: seconds of silence after which a replica is lost.
 
         local: the replicas that this machine starts. journal: {number of an episode: name of the replica that
         must play it}, to repeat a run. tell_lost: called with the group of a lost replica and the reason, so
         that no rank waits for it (wire/weights.py); in a thread of its own, for which no replica waits.
-        only_oldest: only replicas with the oldest version that is served get episodes.
         """
         self.listener, self.ledger, self.local = listener, ledger, local
         self._expected, self._timeout, self._journal = expected, timeout, journal
-        self._tell_lost, self._only_oldest = tell_lost, only_oldest
+        self._tell_lost, self._address, self._trained = tell_lost, address, trained
         self._added = 0
         self._alone_since = time.monotonic()
         self._waiting: deque[messages.Assignment] = deque()
         self._gone = messages.Counters()  # of lost replicas
         self.members: dict[str, Member] = {}  # by group
+        self.spread, self.records = WeightTree(), EpisodeRecords(expected)
         self.lost, self.reassigned = 0, 0  # replicas; episodes of lost ones, which were assigned again
         self.results: dict[int, Trajectory] = {}  # of evaluations, by number
         self.trouble: Exception | None = None  # why the run must end, as soon as it waits for replicas
@@ -85,7 +81,7 @@ class Crew:
     @property
     def joined(self) -> int:
         """The number of replicas that serve."""
-        return sum(member.joined for member in self.members.values())
+        return sum(member.node.has_joined for member in self.members.values())
 
     def playing(self) -> list[int]:
         """Return the numbers of the episodes that replicas play."""
@@ -106,6 +102,10 @@ class Crew:
             "episodes_finished": self.ledger.ready,
         }
 
+    def at_version(self, episodes: Iterable[messages.Assignment]) -> list[messages.Assignment]:
+        """Return the episodes, which must not begin before their replica has the newest version."""
+        return [msgspec.structs.replace(episode, version=self.spread.version) for episode in episodes]
+
     def append(self, episodes: Iterable[messages.Assignment]) -> None:
         """Assign episodes after all that wait."""
         self._waiting.extend(episodes)
@@ -118,12 +118,9 @@ class Crew:
 
     def assign(self) -> None:
         """Give waiting episodes to the replicas that have joined and have free places."""
-        serving = [member for member in self.by_name() if member.joined]
+        serving = [member for member in self.by_name() if member.node.has_joined]
         if self._journal is not None:
             return self._assign_as_recorded(serving, self._journal)
-        if self._only_oldest:
-            oldest = min((max(member.held) for member in serving), default=-1)
-            serving = [member for member in serving if max(member.held) == oldest]
         playing = [len(member.playing) for member in serving]
         capacity = [member.hello.capacity for member in serving]
         for member, share in zip(serving, shares(len(self._waiting), playing, capacity), strict=True):
@@ -140,9 +137,16 @@ class Crew:
             case messages.Alive():
                 member.counters = message.counters
             case messages.Ready():
-                member.ready = message.version
-            case messages.Done():
+                member.node.ready = message.version
+                self.pass_on()
+            case messages.Moved():
+                self._moved(member, message)
+            case Done():
                 self._done(member, message)
+            case Unfinished():
+                self._record(member, message)
+            case messages.ToldUnfinished():
+                member.recorded = message.snapshot
             case messages.ReplicaEnds(kind="misuse"):
                 self.trouble = ConfigError(one_line(message.text))
             case messages.ReplicaEnds(kind="away"):
@@ -202,14 +206,54 @@ class Crew:
             self.listener.send(peer, messages.Stop(why, is_refusal=True))
             return self.listener.expel(peer)
         self._added += 1
-        group = f"weights-{self._added}"
-        self.members[group] = Member(group, peer, hello)
+        group = f"member-{self._added}"
+        node = self.spread.nodes[group] = Node(hello.tensor)
+        self.members[group] = Member(group, peer, hello, node)
+        self.pass_on()
 
-    def _done(self, member: Member, done: messages.Done) -> None:
+    def begin(self, version: int) -> None:
+        """Begin to send a version to all replicas, and announce it to those that have joined."""
+        for group in self.spread.begin(version):
+            self.listener.send(self.members[group].peer, messages.Announce(version))
+
+    def pass_on(self) -> None:
+        """Begin the transfers between replicas that can begin now."""
+        for move in self.spread.moves():
+            message = messages.Give(self.route(move), move.version)
+            self.listener.send(self.members[move.source].peer, message)
+            self.receive(move)
+
+    def receive(self, move: Hop) -> messages.Receive:
+        """Tell the receiver of a transfer, and return the message."""
+        target, message = self.members[move.target], messages.Receive(self.route(move), move.version)
+        target.held.add(move.version)
+        self.listener.send(target.peer, message)
+        return message
+
+    def route(self, move: Hop) -> Route:
+        source = self.members.get(move.source)
+        ends = tuple(group for group in (move.source, move.target) if group)
+        held = self._trained if source is None else source.hello.tensor
+        tensor = self.members[move.target].hello.tensor
+        return Route(move.route, *self._address, held, tensor, ends)
+
+    def _moved(self, member: Member, moved: messages.Moved) -> None:
+        had_joined = member.node.has_joined
+        for group in self.spread.ended(moved.route, member.group, bool(moved.failed)):
+            self.expel(group, f"too many transfers of weights have failed: {one_line(moved.failed)}")
+        if moved.failed:
+            _warn(f"replica {member.hello.name}: {one_line(moved.failed)}; weights are sent again")
+        elif member.node.has_joined and not had_joined:
+            joined = f"replica {member.hello.name} has joined at version {member.node.version}"
+            say(f"{joined}; replicas: {self.joined}")
+            self.assign()
+        self.pass_on()
+
+    def _done(self, member: Member, done: Done) -> None:
         if done.number not in member.playing:
             return self.expel(member.group, f"it returned episode {done.number}, which it was not given")
         # an evaluation has one version: no replica is updated before it has ended
-        held = {max(member.held)} if done.number < 0 else member.held
+        held = {max(member.held)} if done.number < 0 else member.held | self.records.versions(done.number)
         if why := self._expected.fault(done, held):
             return self.expel(member.group, f"episode {done.number}: {why}")
         assigned = member.playing.pop(done.number)
@@ -219,11 +263,19 @@ class Crew:
             self.results[done.number] = played
         else:
             self.ledger.finish(done.number, played)
+            self.records.drop(done.number)
         self.assign()
+
+    def _record(self, member: Member, told: Unfinished) -> None:
+        if told.number not in member.playing or told.number < 0:
+            return self.expel(member.group, f"it recorded episode {told.number}, which it was not given")
+        if why := self.records.keep(told, member.held):
+            self.expel(member.group, f"record of episode {told.number}: {why}")
 
     def _lose(self, member: Member, why: str) -> None:
         """Remove a replica. Its episodes are the first to be assigned next."""
         del self.members[member.group]
+        self.spread.lost(member.group)
         self.lost, self.reassigned = self.lost + 1, self.reassigned + len(member.playing)
         self._gone += member.counters
         again = f"{len(member.playing)} episodes are played again"
@@ -241,36 +293,12 @@ class Crew:
 
     def _play(self, member: Member, episodes: list[messages.Assignment]) -> None:
         member.playing |= {episode.number: episode for episode in episodes}
-        if episodes:
-            self._send(member, tuple(episodes))
-
-    def _send(self, member: Member, episodes: tuple[messages.Assignment, ...]) -> None:
-        """Send the episodes in one message, or in several if they are too long for one."""
-        try:
-            self.listener.send(member.peer, messages.Play(episodes))
-        except ValueError:
-            if (half := len(episodes) // 2) == 0:
-                raise
-            self._send(member, episodes[:half])
-            self._send(member, episodes[half:])
+        records = self.records
+        given = [msgspec.structs.replace(one, record=records.of(one.number)) for one in episodes]
+        if given:
+            send_episodes(self.listener, member.peer, given)
 
 
 def _warn(text: str) -> None:
     """Log one line, which may contain the output of a replica."""
     log.warning("%s", printable(text).replace("\n", " "))
-
-
-def shares(waiting: int, playing: Sequence[int], capacity: Sequence[int]) -> list[int]:
-    """Return how many of the waiting episodes each replica gets.
-
-    Each episode goes to the replica that then plays fewest, among those with a free place; of equal ones, to
-    the last. playing, capacity: episodes per replica.
-    Example: shares(5, [0, 2], [8, 8]) is [3, 2], and shares(9, [0, 0], [2, 4]) is [2, 4].
-    """
-    given = [0] * len(playing)
-    for _ in range(waiting):
-        free = [i for i, most in enumerate(capacity) if playing[i] + given[i] < most]
-        if not free:
-            break
-        given[min(free, key=lambda i: (playing[i] + given[i], -i))] += 1
-    return given

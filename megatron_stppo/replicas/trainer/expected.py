@@ -16,13 +16,17 @@ from itertools import combinations
 
 import numpy as np
 
-from megatron_stppo.base.types import Trajectory, Turn
+from megatron_stppo.base.printing import one_line
+from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config.run import NAME
 from megatron_stppo.data.routes import dtype_of
 from megatron_stppo.data.structure import episode_fault, ids_fault, turn_fault
 from megatron_stppo.environments.contract import MAX_METRICS, METRIC
-from megatron_stppo.replicas.wire.messages import Done, Hello
+from megatron_stppo.replicas.wire.episodes import Done, PackedRecord, unpack_record
+from megatron_stppo.replicas.wire.messages import Hello
+from megatron_stppo.rollout.episodes.record import RecordedHistory
 
+NO_TASK = Task("", (), (), "train", 0)
 SHOWN = 16  # characters of a value that differs, such as a hash
 # What must be equal, and what to do if it is not.
 REMEDIES = {
@@ -84,6 +88,21 @@ class Expected:
                 return f"branch {played.branch}: {reason}" if played.branch else reason
         return ""
 
+    def record_fault(self, record: PackedRecord, held: Collection[int]) -> str:
+        """Return why an episode in progress cannot have played this, or ""."""
+        try:
+            for history in unpack_record(record):
+                turns = tuple(
+                    Turn(turn.token_ids, turn.logprobs, turn.observation_ids, 0.0, turn.versions)
+                    for turn in history.turns
+                )
+                played = Trajectory(NO_TASK, history.prompt_ids, turns, "ok")
+                if reason := _order_fault(history) or self._history_fault(played, held):
+                    return reason
+        except ValueError as error:
+            return one_line(str(error))
+        return ""
+
     def _history_fault(self, played: Trajectory, held: Collection[int]) -> str:
         length = len(played.prompt_ids)
         if played.turns and not length:
@@ -123,6 +142,12 @@ class Expected:
         if any((one == other).any() for one, other in combinations(columns, 2)):
             return "an expert that is chosen twice for one token"
         return ""
+
+
+def _order_fault(history: RecordedHistory) -> str:
+    if not history.turns or any(turn.reason is None for turn in history.turns[:-1]):
+        return "no turns, or one that is not complete before another"
+    return ""
 
 
 def _trajectory_fault(played: Trajectory) -> str:

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 from megatron_stppo.base.errors import EngineLost
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
-from megatron_stppo.observe.console import say
-from megatron_stppo.replicas.trainer.crew import Crew, Member
-from megatron_stppo.replicas.wire.messages import Announce, Assignment, Counters, Done, Go, Offer, Stop
+from megatron_stppo.replicas.trainer.crew import Crew
+from megatron_stppo.replicas.trainer.records import versions_of
+from megatron_stppo.replicas.wire.episodes import Done, Unfinished
+from megatron_stppo.replicas.wire.messages import Assignment, Counters, Receive, Stop, TellUnfinished
 
 T = TypeVar("T")
 TICK = 0.2  # seconds between two checks for lost replicas
@@ -33,27 +34,52 @@ class Hub:
     def __init__(self, crew: Crew, notice: Callable[[], str] = lambda: "") -> None:
         """notice: returns why the run must end soon, for example the name of a signal, or ""."""
         self._crew, self._notice, self.ledger = crew, notice, crew.ledger
-        self._updating: set[str] = set()  # groups that were announced an update and have not got it
+        self._sends_apart = False  # whether the trainer sends in a thread of its own
         self._changed = threading.Condition()
+        self._snapshots = 0  # so far
         self._told = ""  # why the run must end soon, if only another rank knows
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="hub", daemon=True)
         self._thread.start()
 
     def admit(self, iteration: int) -> None:
-        """Admit the episodes that may be played while this iteration collects its batch."""
+        """Admit the episodes that may be played while this iteration collects its batch.
+
+        They begin with the version that was announced last, or a later one.
+        """
         with self._changed:
-            self._crew.append(self.ledger.admit(iteration))
+            self._crew.append(self._crew.at_version(self.ledger.admit(iteration)))
 
     def state(self) -> dict[str, Any]:
         """Return the ledger's state."""
         with self._changed:
             return self.ledger.state()
 
-    def kept(self) -> list[Done]:
-        """Return the ledger's episodes for a checkpoint."""
+    def kept(self) -> tuple[list[Done], list[Unfinished]]:
+        """Return the ledger's episodes for a checkpoint, and the records of those in progress."""
         with self._changed:
-            return self.ledger.kept()
+            return self.ledger.kept(), list(self._crew.records)
+
+    def record(self, patience: float) -> None:
+        """Ask the replicas what their episodes have played so far. Wait for the answers, at most `patience`
+        seconds: a record that is missing, or older, costs work only."""
+        ends = time.monotonic() + patience
+        with self._changed:
+            self._snapshots += 1
+            asked = [member for member in self._crew.members.values() if member.node.has_joined]
+            for member in asked:
+                self._crew.listener.send(member.peer, TellUnfinished(self._snapshots))
+            while time.monotonic() < ends and any(
+                member.recorded < self._snapshots and member.group in self._crew.members for member in asked
+            ):
+                self._changed.wait(TICK)
+
+    def recall(self, unfinished: Iterable[Unfinished]) -> None:
+        """Continue the episodes of a checkpoint that are open, and whose tokens are not too old."""
+        with self._changed:
+            self._crew.records.recall(
+                [one for one in unfinished if self.ledger.continues(one.number, versions_of(one.record))]
+            )
 
     def put_back(self) -> None:
         """Undo the last batch for a checkpoint. The run must end."""
@@ -63,17 +89,20 @@ class Hub:
     def evaluate(self, episodes: Iterable[Assignment]) -> None:
         """Assign episodes of an evaluation, before all that wait. Their numbers are negative."""
         with self._changed:
-            self._crew.prepend(episodes)
+            self._crew.prepend(self._crew.at_version(episodes))
 
     def must_end(self, why: str) -> None:
         """Note that the run must end soon."""
         with self._changed:
             self._told = why
 
-    def wait(self, result: Callable[[], T | None], patience: float = math.inf) -> T | Member | None:
-        """Wait until result() is not None, and return it; or a replica that can join.
+    def wait(
+        self, result: Callable[[], T | None], patience: float = math.inf, version: int = -1
+    ) -> T | Receive | None:
+        """Wait until result() is not None, and return it; or what the trainer must send.
 
-        Return None after `patience` seconds without any replica that serves.
+        Return None after `patience` seconds without any replica that serves. version: of the trainer's
+        present weights.
         Raises ConfigError and ToolsStayAway if a replica reports them. Raises EngineLost if there is no
         replica and none comes, or if the run must end soon and no replica serves: a signal to all programs of
         a run ends its replicas at once, so that the iteration cannot be completed.
@@ -83,8 +112,8 @@ class Hub:
             while True:
                 if self._crew.trouble is not None:
                     raise self._crew.trouble
-                if joining := next((m for m in self._crew.by_name() if not m.joined), None):
-                    return joining
+                if (message := self._to_send(version)) is not None:
+                    return message
                 if (found := result()) is not None:
                     return found
                 if (why := self._why_end()) and not self._crew.joined:
@@ -105,7 +134,7 @@ class Hub:
     def batch(self) -> list[Trajectory] | None:
         """Take the next batch. Groups without variance are dropped, and others are admitted and assigned."""
         while more := self.ledger.resample():
-            self._crew.append(more)
+            self._crew.append(self._crew.at_version(more))
         return self.ledger.batch()
 
     def settled(self) -> bool | None:
@@ -119,66 +148,61 @@ class Hub:
         """
         show(self._crew.joined, wanted)
         if self._crew.joined >= wanted:
-            self._crew.append(self.ledger.unfinished())
+            self._crew.append(self._crew.at_version(self.ledger.unfinished()))
             return True
         local = self._crew.local
         if why := (local.gave_up if local is not None else "") or self._why_end():
             raise EngineLost(f"before {wanted} replicas served: {why}")
         return None
 
-    # The messages around the sending of weights.
+    # The sending of weights.
+
+    @property
+    def sends_apart(self) -> bool:
+        """Whether a thread of the trainer sends weights."""
+        return self._sends_apart
 
     def groups(self) -> set[str]:
         """Return the groups of the replicas that are not lost."""
         with self._changed:
             return set(self._crew.members)
 
-    def offer(self, offer: Offer) -> None:
-        """Send the offer. The trainer's ranks build the group next."""
-        with self._changed:
-            if (member := self._crew.members.get(offer.group)) is not None:
-                member.held.add(offer.version)
-                self._crew.listener.send(member.peer, offer)
+    def announce(self, version: int, apart: bool = False) -> None:
+        """Begin to send a version to all replicas, and announce it to those that have joined.
 
-    def joined_now(self, group: str) -> None:
-        """Record that the replica has the offered version. It gets episodes."""
-        with self._changed:
-            if (member := self._crew.members.get(group)) is not None:
-                member.joined = True
-                name, version = member.hello.name, max(member.held)
-                say(f"replica {name} has joined at version {version}; replicas: {self._crew.joined}")
-                self._crew.assign()
-
-    def announce(self, version: int) -> None:
-        """Announce an update to the replicas that have joined with another version.
-
-        No evaluation may be in progress.
+        apart: the trainer sends in a thread that calls `next_to_send`. No evaluation may be in progress.
         """
         with self._changed:
             assert min(self._crew.playing(), default=0) >= 0, "an evaluation has one version"
-            others = [m for m in self._crew.members.values() if m.joined and version not in m.held]
-            self._updating = {member.group for member in others}
-            for member in others:
-                self._crew.listener.send(member.peer, Announce(version))
+            self._sends_apart = apart
+            self._crew.begin(version)
 
-    def next_update(self, version: int) -> str:
-        """Wait until an announced replica is ready, send it Go, and return its group.
+    def next_to_send(self, patience: float) -> Receive | bool:
+        """Wait for a replica to which the trainer has sent before, and return what it must send.
 
-        Returns "" if none is left, or if the run must end: then the next `wait` raises the reason, where a
-        checkpoint is written.
+        A thread of the trainer calls it. Return True after `patience` seconds, and False if the thread must
+        end: no such replica is left, or one has the version. Replicas without a link to the trainer get the
+        weights by `wait`.
         """
+        ends = time.monotonic() + patience
         with self._changed:
-            while True:
-                self._updating &= set(self._crew.members)
-                if not self._updating or self._crew.trouble is not None:
-                    return ""
-                able = (m for m in self._crew.by_name() if m.group in self._updating and m.ready == version)
-                if (member := next(able, None)) is not None:
-                    self._updating.remove(member.group)
-                    member.held.add(version)
-                    self._crew.listener.send(member.peer, Go(version))
-                    return member.group
-                self._changed.wait()
+            while not self._ended and self._crew.trouble is None and self._crew.spread.can_be_first():
+                if move := self._crew.spread.first(synced=True):
+                    return self._crew.receive(move)
+                if time.monotonic() > ends:
+                    return True
+                self._changed.wait(TICK)
+            self._sends_apart = False
+            return False
+
+    def is_spread(self) -> bool | None:
+        """Return True if all that have joined have the version, or no replica can pass it on."""
+        return self._crew.spread.is_over or None
+
+    def serves(self, version: int) -> bool | None:
+        """Return True if a replica has the version, or none has joined."""
+        nodes = self._crew.spread.nodes.values()
+        return not any(n.has_joined for n in nodes) or any(n.version == version for n in nodes) or None
 
     def lose(self, group: str, why: str) -> None:
         """Remove a replica, and end it if it still runs. Its episodes are assigned again."""
@@ -193,7 +217,8 @@ class Hub:
     def numbers(self) -> dict[str, float]:
         """Return the metrics of the replicas, of the episodes that are not trained on, and of their order."""
         with self._changed:
-            return self._crew.numbers() | self.ledger.bias()
+            spread = {"update_seconds": self._crew.spread.seconds}
+            return self._crew.numbers() | self.ledger.bias() | spread
 
     def close(self, reason: str) -> None:
         """End all replicas, and the thread."""
@@ -209,6 +234,16 @@ class Hub:
         if crew.local is not None:
             crew.local.close(asked)
 
+    def _to_send(self, version: int) -> Receive | None:
+        """Return what the trainer must send. If no replica has the version before, it is `version`."""
+        spread = self._crew.spread
+        if self._sends_apart:
+            return None
+        if -1 < spread.version < version and spread.is_stuck and spread.nodes:
+            self._crew.begin(version)
+        move = spread.first()
+        return None if move is None else self._crew.receive(move)
+
     def _why_end(self) -> str:
         return self._told or self._notice()
 
@@ -223,6 +258,7 @@ class Hub:
                     for peer, message in messages:
                         self._crew.take(peer, message)
                     self._crew.look_for_lost(must_end=bool(self._why_end()))
+                    self._crew.pass_on()
                     self._changed.notify_all()
             except Exception as error:  # a bug must not leave the main thread waiting
                 with self._changed:

@@ -19,7 +19,7 @@ be trained on earlier, never later, so the bound on the staleness holds.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from megatron_stppo.base.types import FAILED, Summary, Trajectory
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.data.variance import without_variance
 from megatron_stppo.replicas.trainer.groups import Group, Lengths, Taken, Terms, episodes_of, summaries
-from megatron_stppo.replicas.wire.messages import Assignment, Done
+from megatron_stppo.replicas.wire.episodes import Done
+from megatron_stppo.replicas.wire.messages import Assignment
 from megatron_stppo.validation.serving import check_open
 
 
@@ -212,6 +213,14 @@ class Ledger:
                 self._dropped[group].finished[done.number] = done.trajectory
             elif group in used and not self._is_too_old(done.trajectory, used[group]):
                 self.finish(done.number, done.trajectory)
+
+    def continues(self, number: int, versions: Collection[int]) -> bool:
+        """Return whether an episode of a checkpoint may go on from tokens of these versions."""
+        group = number // self._terms.samples
+        if group not in self._open or number in self._open[group].finished or not versions:
+            return False
+        used = self._iteration + list(self._open).index(group) // self._terms.tasks
+        return self._terms.order == "completion" or used - min(versions) <= self._terms.max_staleness
 
     def _open_again(self, book: Mapping[str, Any]) -> None:
         """Admit the groups that are open, or were dropped for the next batch, in a checkpoint's ledger."""

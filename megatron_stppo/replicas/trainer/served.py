@@ -1,7 +1,8 @@
 """Rollouts from replicas: the trainer's ranks' side of asynchronous training.
 
-The first rank exchanges messages with the replicas (hub.py). Weights are sent to a replica by all of the
-trainer's ranks, in Steps that the first rank decides and broadcasts.
+The first rank exchanges messages with the replicas (hub.py). Weights are sent to one replica by all of the
+trainer's ranks (sender.py), in Steps that the first rank decides and broadcasts, or while training goes on;
+that replica passes them on to the others (parallel/weight_tree.py).
 """
 
 from __future__ import annotations
@@ -22,19 +23,18 @@ from megatron_stppo.base.types import Summary, Task
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.exchange import Played
-from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.metrics import counting
 from megatron_stppo.parallel.collectives import any_rank, broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.trainer import recorded
-from megatron_stppo.replicas.trainer.crew import Member
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.measure import ServingMeter
+from megatron_stppo.replicas.trainer.sender import ASKS, Sender
 from megatron_stppo.replicas.wire import keys
-from megatron_stppo.replicas.wire.messages import Assignment, Offer, decode_episodes, encode_episodes
-from megatron_stppo.replicas.wire.weights import Link, ReplicaLost
+from megatron_stppo.replicas.wire.episodes import decode_episodes, encode_episodes
+from megatron_stppo.replicas.wire.messages import Assignment, Receive
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.episodes.failures import FailureLimit
 from megatron_stppo.weights.sharding.hf_load import load_tokenizer
@@ -45,22 +45,19 @@ T = TypeVar("T")
 class Step(msgspec.Struct, frozen=True):
     """What all ranks of the trainer do next.
 
-    join: build the group of `offer` with a replica of `tensor` ranks, and send the version. update: send the
-    version to the replica of `group`. ask: tell whether this rank has a notice. done: continue. A name of
+    send: send the weights of the message. ask: tell whether this rank has a notice. done: continue. A name of
     RAISED: raise this error with `text`.
     """
 
     kind: str
-    group: str = ""
-    tensor: int = 0
-    offer: Offer | None = None
+    message: Receive | None = None
     text: str = ""
-    closed: tuple[str, ...] = ()  # groups of replicas that are lost: close their links
+    closed: tuple[str, ...] = ()  # routes to replicas that are lost: close their links
 
 
-# Seconds without a replica that serves, after which the first rank asks the others whether the run must end.
-# A rank that waits for the first one's decision handles no signal, and cannot tell by itself.
-ASKS = 2.0
+# `wait` returns after ASKS seconds without a replica that serves: then the first rank asks the others whether
+# the run must end. A rank that waits for its decision handles no signal, and cannot tell by itself.
+RECORDS = 10.0  # seconds that a checkpoint waits for the records of episodes in progress, at most
 RAISED = {error.__name__: error for error in (ConfigError, ToolsStayAway, EngineLost)}
 
 
@@ -71,15 +68,14 @@ class Served:
         self,
         learner: Learner,
         store: dist.Store,
-        address: tuple[str, int],
         hub: Hub | None,
         notice: Callable[[], str] = lambda: "",
     ) -> None:
-        """store, address: the store on which the groups for weights are built, and its host and port.
+        """store: the one on which the groups for weights are built. Collective.
 
         hub: on the first rank, None on the others. notice: returns why this rank must end soon, or "".
         """
-        self.learner, self._store, self._address, self._hub = learner, store, address, hub
+        self.learner, self._hub = learner, hub
         self._notice = notice
         self._meter = ServingMeter()
         config = learner.config
@@ -87,16 +83,16 @@ class Served:
             config.model.path, config.model.template_arguments
         )
         self._failures = FailureLimit(config.environment.max_failure_rate)
-        self._links: dict[str, Link] = {}  # by group
-        self._timeout = timedelta(seconds=config.serving.timeout)
+        self._sender = Sender(learner, store, timedelta(seconds=config.serving.timeout), hub)
         self._version = -1
         self._evaluated = 0  # episodes of evaluations
 
     def publish(self, version: int) -> None:
-        """Send the weights to all replicas. At first, wait until as many as configured have joined.
+        """Begin to send the weights to all replicas. At first, wait until as many as configured have joined.
 
-        With serving.update=complete, wait until all admitted episodes have finished. A replica that joins
-        meanwhile gets the new version, and episodes only if none with the old version is left.
+        It waits until all replicas have the version before, and copies the weights: they are sent while the
+        next iteration begins. An episode that is admitted from now on begins with this version. With
+        serving.update=complete, it also waits until all admitted episodes have finished.
         """
         if version == self._version:
             return
@@ -104,12 +100,17 @@ class Served:
         first, self._version = self._version < 0, version
         if first:
             return self._start()
+        self._sender.join()
+        self._until(lambda hub: hub.is_spread())
         if self.learner.config.serving.update == "complete":
             self._until(lambda hub: hub.settled())
+        packed = self._sender.pack()
         if self._hub is not None:
-            self._hub.announce(version)
-        while (step := self._next(self._update)).kind != "done":
-            self._send(step.group)
+            self._hub.announce(version, apart=packed is not None)
+        if packed is not None:
+            self._sender.begin(packed)
+        else:  # the replicas that the trainer has sent weights to are lost
+            self._until(lambda hub: hub.serves(version))
 
     def draw(self, iteration: int) -> Played:
         if self._hub is not None:
@@ -163,7 +164,11 @@ class Served:
         return self._hub.state() if self._hub is not None else {}
 
     def episodes(self) -> bytes:
-        return encode_episodes(self._hub.kept()) if self._hub is not None else b""
+        if self._hub is None:
+            return b""
+        if not self.learner.config.replays_rollout:  # experts of recorded tokens are not recorded
+            self._hub.record(RECORDS)
+        return encode_episodes(*self._hub.kept())
 
     def restore(self, state: Mapping[str, Any], episodes: Callable[[], bytes]) -> None:
         """Restore the ledger on the first rank. Raises ConfigError on all ranks, also for episodes that
@@ -171,7 +176,9 @@ class Served:
         misuse: str | None = None
         if self._hub is not None:
             try:
-                self._hub.ledger.restore(state, decode_episodes(episodes()))
+                finished, unfinished = decode_episodes(episodes())
+                self._hub.ledger.restore(state, finished)
+                self._hub.recall(unfinished)
             except ConfigError as error:
                 misuse = str(error)
             except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -181,20 +188,23 @@ class Served:
         raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
 
     def measure(self) -> dict[str, Any]:
+        self._meter.sent, self._sender.sent = self._sender.sent, 0
         row = self._meter.row(self._hub) if self._hub is not None else {}
         return dict(decode(broadcast_bytes(encode(row), 0), dict[str, float]))
 
     def close(self) -> None:
-        for link in self._links.values():
-            link.close()
         if self._hub is not None:
             self._hub.close("the run has ended")
             keys.remove(self.learner.config.run.folder)
+        self._sender.join()
+        self._sender.close()
         process.stop()
 
     def _start(self) -> None:
         """Wait until the configured replicas have joined."""
         wanted = self.learner.config.serving.replicas or 0
+        if self._hub is not None:
+            self._hub.announce(self._version)
         with counting("waiting for replicas", self._hub is not None) as show:
             self._until(lambda hub: hub.all_serve(wanted, show))
         if self._hub is not None:
@@ -205,20 +215,17 @@ class Served:
         found: list[T] = []
 
         def decide(hub: Hub) -> Step:
-            if (answer := hub.wait(lambda: result(hub), ASKS)) is None:
+            if (answer := hub.wait(lambda: result(hub), ASKS, self._version)) is None:
                 return Step("ask")
-            if isinstance(answer, Member):
-                host, port = self._address
-                spec = layer_spec(self.learner.config)
-                offer = Offer(answer.group, host, port, self.learner.mesh.layout, spec, self._version)
-                hub.offer(offer)
-                return Step("join", answer.group, answer.hello.tensor, offer)
+            if isinstance(answer, Receive):
+                return Step("send", answer)
             found.append(answer)
             return Step("done")
 
         while (step := self._next(decide)).kind != "done":
-            if step.kind == "join":
-                self._join(step)
+            if step.message is not None:
+                self.learner.load_for("reshard")
+                self._sender.send(step.message)
             elif any_rank(bool(self._notice())) and self._hub is not None:
                 self._hub.must_end("another rank received notice")
         return found[0] if found else None
@@ -234,42 +241,11 @@ class Served:
                 step = decide(self._hub)
             except tuple(RAISED.values()) as error:
                 step = Step(type(error).__name__, text=str(error))
-            lost = set(self._links) - self._hub.groups() - {step.group}
-            step = msgspec.structs.replace(step, closed=tuple(sorted(lost)))
+            lost = () if self._hub.sends_apart else self._sender.lost(self._hub.groups())
+            step = msgspec.structs.replace(step, closed=tuple(lost))
         step = decode(broadcast_bytes(encode(step), 0), Step)
-        for group in step.closed:
-            self._links.pop(group).close()
+        self._sender.close(step.closed)
         self._meter.waited += time.perf_counter() - started
         if step.kind in RAISED:
             raise RAISED[step.kind](step.text)
         return step
-
-    def _update(self, hub: Hub) -> Step:
-        group = hub.next_update(self._version)
-        return Step("update", group) if group else Step("done")
-
-    def _join(self, step: Step) -> None:
-        """Build the group with a replica, and send the version that is served."""
-        assert step.offer is not None
-        self.learner.load_for("reshard")
-        try:
-            link = Link.from_trainer(self.learner, step.offer, step.tensor, self._store, self._timeout)
-        except ReplicaLost as error:
-            return self._lose(step.group, str(error))
-        self._links[step.group] = link
-        self._send(step.group)
-        if self._hub is not None:
-            self._hub.joined_now(step.group)
-
-    def _send(self, group: str) -> None:
-        try:
-            report = self._links[group].sync(self._version)
-        except ReplicaLost as error:
-            return self._lose(group, str(error))
-        self._meter.sent += report.bytes_moved
-
-    def _lose(self, group: str, why: str) -> None:
-        if (link := self._links.pop(group, None)) is not None:
-            link.close()
-        if self._hub is not None:
-            self._hub.lose(group, why)

@@ -15,6 +15,7 @@ from megatron_stppo.cluster.launch.doctor import engine_version
 from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import build_learner
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
@@ -31,7 +32,7 @@ from megatron_stppo.replicas.wire import address, keys
 from megatron_stppo.replicas.wire.digest import model_digest
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import limit_of
-from megatron_stppo.replicas.wire.weights import tell_lost
+from megatron_stppo.replicas.wire.route import Trained, tell_lost
 from megatron_stppo.rollout.episodes.playable import playable
 from megatron_stppo.validation import model_layout
 from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -54,40 +55,42 @@ def assemble(
     model_layout.check_engine(config, process.world_size())
     mesh = process.start(config, is_alone=address.is_loopback(_address(config)))
     dtype = process.dtype(config)
-    hub, store, at = start_hub(config, dtype, recorded, notice)
+    trained = Trained(mesh.layout, layer_spec(config))
+    hub, store = start_hub(config, dtype, trained, recorded, notice)
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype)
-    return Served(learner, store, at, hub, notice)
+    return Served(learner, store, hub, notice)
 
 
 def start_hub(
     config: Config,
     dtype: torch.dtype,
+    trained: Trained,
     recorded: Recorded | None = None,
     notice: Callable[[], str] = lambda: "",
-) -> tuple[Hub | None, dist.Store, tuple[str, int]]:
+) -> tuple[Hub | None, dist.Store]:
     """Listen for replicas on the first rank, and start those of this machine, which load while the models are
     built. Collective. Raises the first rank's ConfigError on all ranks.
 
-    recorded, notice: see assemble. Return the hub (None on other ranks), the store of the groups for weights,
-    and its host and port.
+    trained: how the ranks hold the weights. recorded, notice: see assemble. Return the hub (None on other
+    ranks), and the store of the groups for weights.
     """
     hub, misuse, store, at = None, None, None, ("", 0)
     if dist.get_rank() == 0:
         try:
-            crew, store, at = _first(config, dtype, recorded)
+            crew, store, at = _first(config, dtype, trained, recorded)
             hub = Hub(crew, notice)
         except ConfigError as error:
             misuse = str(error)
     raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
     at = decode(broadcast_bytes(encode(at), 0), tuple[str, int])
-    return hub, store or connect_store(at[0], at[1], timedelta(seconds=config.serving.timeout)), at
+    return hub, store or connect_store(at[0], at[1], timedelta(seconds=config.serving.timeout))
 
 
 def _first(
-    config: Config, dtype: torch.dtype, recorded: Recorded | None
+    config: Config, dtype: torch.dtype, trained: Trained, recorded: Recorded | None
 ) -> tuple[Crew, dist.Store, tuple[str, int]]:
-    """Return what only the first rank has, and its store as start_hub does."""
+    """Return what only the first rank has: the crew, the store, and its host and port."""
     run, serving, r = config.run, config.serving, config.rollout
     assert config.data.train is not None and serving.replicas, "validation/checks.py requires them"
     shape = read_shape(config.model.path)
@@ -131,11 +134,12 @@ def _first(
         listener,
         Ledger(cursor, terms, recorded.batches if recorded else ()),
         expected,
+        (host, port),
+        trained,
         serving.timeout,
         local,
         recorded.played if recorded else None,
         tell,
-        only_oldest=serving.update == "complete",
     )
     return crew, store, (host, port)
 

@@ -1,44 +1,34 @@
 """Messages between the trainer's first rank and the first rank of a replica, and their payloads in msgpack.
 
-A replica joins:    Hello -> Offer, or Stop. After an Offer both sides build the process group over
-                    which weights are sent, and send the offered version.
+A replica joins:    Hello -> Receive, or Stop.
 It plays episodes:  Play -> Done, one per episode. The trainer never assigns more than `capacity` at a time.
-It is updated:      Announce -> Ready -> Go, then both sides send the weights. Between Ready and Go the
-                    replica continues to play; with `drain` it starts no new turn.
-It leaves:          Stop from the trainer; ReplicaEnds from the replica.
+It is updated:      Announce -> Ready -> Receive. Until Receive it plays on; with `drain` it starts no turn.
+                    The sender is the trainer, or a replica that gets Give. Both ends join the group of the
+                    Route, the weights are sent, and replicas answer Moved.
+It is recorded:     TellUnfinished -> an Unfinished per episode in progress, then ToldUnfinished.
+It leaves:          Stop from the trainer; Unfinished and ReplicaEnds from the replica.
 Both sides send signs of life regularly. A side that is silent for serving.timeout is lost.
-
-A Done is sent, and kept in a checkpoint, as a PackedDone: token ids and log-probs as arrays of bytes. Ids
-have 4 bytes and are never negative; log-probs have 8 bytes and arrive unchanged. The trainer's first rank
-decodes the trajectories of all replicas in one thread, which shares Python's interpreter lock with its
-training. As msgpack integers and floats, decoding and checking take twice as long.
 """
 
 from __future__ import annotations
 
 import operator
 import socket
-import struct
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-import numpy as np
-from msgspec.structs import asdict, astuple
+from msgspec.structs import astuple
 
 from megatron_stppo.base.printing import one_line
-from megatron_stppo.base.types import Branch, Outcome, Task, Trajectory, Turn, Versions
+from megatron_stppo.base.types import Task
 from megatron_stppo.config import Config
 from megatron_stppo.data.routes import dtype_of
-from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.replicas.wire.episodes import Done, PackedDone, PackedRecord, Unfinished, packed
+from megatron_stppo.replicas.wire.route import Route
 from megatron_stppo.weights.sharding.hf_names import ModelShape
-from megatron_stppo.weights.sharding.spans import LayerSpec
 
 MOST_BYTES = 2**26  # of one message: the tasks that a replica gets at once, or an episode of 10^6 tokens;
 # limit_of returns more if an episode can be larger
-ID, LOGPROB = np.dtype("<u4"), np.dtype("<f8")
-# A log-prob is computed as x - logsumexp(x), and rounding can make it slightly positive.
-LARGEST_LOGPROB = 1e-3
 
 
 class _Sent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -60,6 +50,8 @@ class Assignment(msgspec.Struct, frozen=True):
     place: int  # number of the episode within its rollout
     temperature: float
     top_p: float
+    version: int = 0  # the oldest with which it may begin
+    record: PackedRecord = ()  # what another replica has played of it
 
 
 class Counters(msgspec.Struct):
@@ -100,16 +92,23 @@ class Hello(_Sent, frozen=True):
 
 
 class Ready(_Sent, frozen=True):
-    """The replica will enter the update to `version` at the next step boundary after Go."""
+    """The replica will receive `version` at the next step boundary after Receive."""
 
     version: int
 
 
-class Done(_Sent, frozen=True):
-    """An episode has ended."""
+class Moved(_Sent, frozen=True):
+    """This end of a transfer has left it: all of the weights have arrived, or it has failed."""
 
-    number: int
-    trajectory: Trajectory
+    route: str
+    version: int
+    failed: str = ""  # why, in one line
+
+
+class ToldUnfinished(_Sent, frozen=True):
+    """All episodes in progress were sent, for the TellUnfinished of this number."""
+
+    snapshot: int
 
 
 class Alive(_Sent, frozen=True):
@@ -121,26 +120,12 @@ class Alive(_Sent, frozen=True):
 class ReplicaEnds(_Sent, frozen=True):
     """The replica ends.
 
-    left: it was asked to (SIGTERM, or the end of its Slurm job). misuse: an error of the environment that
-    ends the run. away: tools stay unreachable. error: another one.
+    left: it was asked to. misuse: an error of the environment that ends the run. away: tools stay
+    unreachable. error: another one.
     """
 
     kind: Literal["left", "misuse", "away", "error"]
     text: str  # one line
-
-
-class Offer(_Sent, frozen=True):
-    """The process group for weights, which the replica joins now, and the version that is sent first.
-
-    The trainer's ranks are 0 to layout.world - 1 of the group; the replica's ranks follow.
-    """
-
-    group: str  # a name that is never used twice on the store
-    host: str  # of the store
-    port: int
-    layout: Layout  # of the trainer
-    spec: LayerSpec
-    version: int
 
 
 class Play(_Sent, frozen=True):
@@ -155,10 +140,23 @@ class Announce(_Sent, frozen=True):
     version: int
 
 
-class Go(_Sent, frozen=True):
-    """Enter the update at the next step boundary: the trainer's ranks are in it."""
-
+class _Transfer(_Sent, frozen=True):
+    route: Route
     version: int
+
+
+class Receive(_Transfer, frozen=True):
+    """Receive the weights of `version` at the next step boundary."""
+
+
+class Give(_Transfer, frozen=True):
+    """Send the weights of `version`, which the replica has, at the next step boundary."""
+
+
+class TellUnfinished(_Sent, frozen=True):
+    """Send what the episodes in progress have played so far."""
+
+    number: int
 
 
 class Stop(_Sent, frozen=True):
@@ -168,96 +166,14 @@ class Stop(_Sent, frozen=True):
     is_refusal: bool = False
 
 
-FromReplica = Hello | Ready | Done | Alive | ReplicaEnds
-FromTrainer = Offer | Play | Announce | Go | Stop
-
-# token_ids, rollout_logprob, observation_ids, reward, versions; and prompt_ids, turns, routes
-_PackedTurn = tuple[bytes, bytes, bytes, float, Versions]
-_PackedBranch = tuple[bytes, tuple[_PackedTurn, ...], bytes]
-
-
-class PackedDone(msgspec.Struct, frozen=True, tag="Done", forbid_unknown_fields=True):
-    """A Done with the fields of its trajectory, except `branch`, which is 0 for a whole episode."""
-
-    number: int
-    task: Task
-    prompt_ids: bytes
-    turns: tuple[_PackedTurn, ...]
-    outcome: Outcome
-    group: int
-    tool_calls: int
-    valid_actions: int
-    detail: str
-    overlong_prompt: int
-    routes: bytes
-    branches: tuple[_PackedBranch, ...] = ()
-    metrics: dict[str, float | None] = {}
-
-    def unpack(self) -> Done:
-        """Return the message. Raises ValueError for parts of numbers, log-probs above 0, wrong versions."""
-        fields = asdict(self) | {
-            "prompt_ids": _ids(self.prompt_ids),
-            "turns": tuple(map(_turn, self.turns)),
-            "branches": tuple(
-                Branch(_ids(prompt), tuple(map(_turn, turns)), routes)
-                for prompt, turns, routes in self.branches
-            ),
-        }
-        return Done(fields.pop("number"), Trajectory(**fields))
-
-
-def packed(done: Done) -> PackedDone:
-    """Return the form in which a Done is sent. Raises struct.error for a negative token id."""
-    fields = vars(done.trajectory) | {
-        "prompt_ids": _bytes(done.trajectory.prompt_ids),
-        "turns": tuple(map(_packed_turn, done.trajectory.turns)),
-        "branches": tuple(
-            (_bytes(branch.prompt_ids), tuple(map(_packed_turn, branch.turns)), branch.routes)
-            for branch in done.trajectory.branches
-        ),
-    }
-    del fields["branch"]
-    return PackedDone(done.number, **fields)
-
-
-def _packed_turn(turn: Turn) -> _PackedTurn:
-    logprob = struct.pack(f"<{len(turn.rollout_logprob)}d", *turn.rollout_logprob)
-    return _bytes(turn.token_ids), logprob, _bytes(turn.observation_ids), turn.reward, turn.versions
-
-
-def _turn(packed: _PackedTurn) -> Turn:
-    token_ids, logprob, observation_ids, reward, versions = packed
-    values = np.frombuffer(logprob, LOGPROB)
-    if (values > LARGEST_LOGPROB).any():  # False for NaN
-        raise ValueError("a log-prob above 0")
-    return Turn(_ids(token_ids), tuple(values.tolist()), _ids(observation_ids), reward, versions)
-
-
-def encode_episodes(episodes: Sequence[Done]) -> bytes:
-    """Return the file of a checkpoint with finished episodes that are not trained on; b"" if there are none.
-
-    It may be large: 12 bytes per token, and with algorithm.routing_replay=rollout the experts of every token.
-    """
-    return msgspec.msgpack.encode([packed(done) for done in episodes]) if episodes else b""
-
-
-def decode_episodes(content: bytes) -> list[Done]:
-    """Return the episodes. Raises msgspec.MsgspecError or ValueError if another version wrote them."""
-    decoded = msgspec.msgpack.decode(content, type=list[PackedDone]) if content else []
-    return [done.unpack() for done in decoded]
-
-
-def _bytes(ids: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(ids)}I", *ids)
-
-
-def _ids(given: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(given, ID).tolist())
-
+FromReplica = Hello | Ready | Moved | Done | Unfinished | ToldUnfinished | Alive | ReplicaEnds
+FromTrainer = Receive | Give | Play | Announce | TellUnfinished | Stop
 
 # What a decoder can raise: wrong type or format; nested too deeply; not UTF-8; a key that is a list
 _FAILURES = msgspec.MsgspecError, RecursionError, ValueError, TypeError, OverflowError
-_from_replica = msgspec.msgpack.Decoder(Hello | Ready | PackedDone | Alive | ReplicaEnds, strict=True)
+_from_replica = msgspec.msgpack.Decoder(
+    Hello | Ready | Moved | PackedDone | Unfinished | ToldUnfinished | Alive | ReplicaEnds, strict=True
+)
 _from_trainer = msgspec.msgpack.Decoder(FromTrainer, strict=True)
 
 

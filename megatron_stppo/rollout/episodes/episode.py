@@ -31,7 +31,8 @@ from megatron_stppo.data.text.chat import encode_chat
 from megatron_stppo.data.text.conversation import encode_after
 from megatron_stppo.data.text.plain_text import decode_plain, encode_plain
 from megatron_stppo.environments.base import Completion, Request, StepResult
-from megatron_stppo.rollout.vllm.generation import Finished
+from megatron_stppo.rollout.episodes.record import Record, RecordedHistory
+from megatron_stppo.rollout.vllm.generation import Finished, Reason, RecordedTurn
 
 # A closing tag at the end of an observation, such as "</information>\n\n". An observation that is too long is
 # cut before this tag, so that the tag stays.
@@ -83,12 +84,14 @@ class History:
     turns: list[Turn] = field(default_factory=list)
     context: list[int] = field(default_factory=list)  # prompt, turns and observations: the policy's input
     routes: bytearray = field(default_factory=bytearray)  # see Trajectory.routes
+    reasons: list[Reason] = field(default_factory=list)  # why each turn ended
 
     def begin(self, ids: Sequence[int]) -> None:
         self.prompt_ids, self.context = tuple(ids), list(ids)
 
     def add(self, finished: Finished) -> None:
         self.turns.append(Turn(finished.token_ids, finished.logprobs, (), 0.0, finished.versions))
+        self.reasons.append(finished.reason)
         self.context += finished.token_ids
         # A token that was computed again since an earlier turn keeps the experts of that turn.
         self.routes += finished.routes[len(self.routes) :]
@@ -105,6 +108,13 @@ class History:
 
     def branch(self) -> Branch:
         return Branch(self.prompt_ids, tuple(self.turns), bytes(self.routes))
+
+    def recorded(self) -> RecordedHistory:
+        turns = (
+            RecordedTurn(turn.token_ids, turn.rollout_logprob, turn.versions, reason, turn.observation_ids)
+            for turn, reason in zip(self.turns, self.reasons, strict=True)
+        )
+        return RecordedHistory(self.prompt_ids, tuple(turns))
 
 
 @dataclass
@@ -216,6 +226,14 @@ class Episode:
 
     def _end_of_template(self, error: Exception) -> None:
         self.end("error", one_line(f"the chat template failed: {type(error).__name__}: {error}"))
+
+    def record(self, running: RecordedTurn | None) -> Record:
+        """Return what was played so far. running: the turn that is being generated."""
+        histories = [history.recorded() for history in self.histories]
+        if running is not None:
+            now = histories[self.history]
+            histories[self.history] = replace(now, turns=(*now.turns, running))
+        return tuple(history for history in histories if history.turns)
 
     def end(self, outcome: Outcome, detail: str) -> None:
         assert self.outcome is None, f"episode ended twice: {self.outcome}, then {outcome}"

@@ -12,15 +12,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.episode import Episode
+from megatron_stppo.rollout.episodes.record import Recall, Record
 from megatron_stppo.rollout.vllm.generation import Finished
 
 if TYPE_CHECKING:
     from megatron_stppo.rollout.vllm.engine import Engine
+
+OneVersion = Literal["turn", "episode", ""]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class InProgress:
     place: int  # number of the episode within the rollout
     temperature: float
     top_p: float
+    record: Record = ()  # of an earlier attempt, which is continued
 
 
 class Player:
@@ -45,20 +49,23 @@ class Player:
     Example: begin(episodes), then apply(answers) and step() in turn while episodes are in progress.
     """
 
-    def __init__(self, engine: Engine, host: EnvironmentHost | None) -> None:
-        """host: runs the environments; on the first rank of the engine's group, elsewhere None."""
-        self._engine, self._host = engine, host
+    def __init__(self, engine: Engine, host: EnvironmentHost | None, one_version: OneVersion = "") -> None:
+        """host: runs the environments; on the first rank of the engine's group, elsewhere None. one_version:
+        what must not have tokens of several versions, and does not go on from a record of another one."""
+        self._engine, self._host, self._one_version = engine, host, one_version
         self.playing: dict[int, InProgress] = {}  # the episodes in progress by index; equal on all ranks
         # the episodes whose environment was called and has not answered, in the order of the calls
         self.asked: dict[int, None] = {}
         self._held: list[int] | None = None  # while turns are held: the episodes whose next turn is due
+        self._recalls: dict[int, Recall] = {}  # of episodes that continue a record, by index
+        self._recalled: list[Finished] = []  # turns that `step` returns without an engine step
         self.steps = 0  # engine steps
         self.tokens = 0  # generated, in complete turns
 
     @property
     def runs(self) -> bool:
-        """Whether the engine generates turns."""
-        return self._engine.unfinished > 0
+        """Whether turns are generated, or recalled from a record."""
+        return self._engine.unfinished > 0 or bool(self._recalled)
 
     @property
     def holds(self) -> bool:
@@ -76,6 +83,9 @@ class Player:
         for new in episodes:
             assert new.index not in self.playing, f"episode {new.index} is already in progress"
             self.playing[new.index] = new
+            recall = Recall(new.record)
+            if recall and (self._one_version != "episode" or recall.has_only(self._engine.published())):
+                self._recalls[new.index] = recall
             self.asked[new.index] = None
             if self._host:
                 self._host.reset(new.index, new.episode.task, request_seed(new.seed, new.place, 0))
@@ -92,10 +102,19 @@ class Player:
 
         Raises EngineFailure.
         """
-        if not self.runs:
-            return []
-        self.steps += 1
-        return self.hand_over(self._engine.step())
+        recalled, self._recalled = self._recalled, []
+        ended = self.hand_over(recalled)
+        self.tokens -= sum(len(turn.token_ids) for turn in recalled)
+        if self._engine.unfinished:
+            self.steps += 1
+            ended += self.hand_over(self._engine.step())
+        return ended
+
+    def record(self, index: int) -> Record:
+        """Return what the episode has played so far; of an episode that repeats its record, the record."""
+        if recall := self._recalls.get(index):
+            return recall.record
+        return self.playing[index].episode.record(self._engine.recorded(str(index)))
 
     def hand_over(self, turns: Iterable[Finished]) -> list[InProgress]:
         """Pass complete turns to their environments. Return the episodes that ended with their turn."""
@@ -148,19 +167,35 @@ class Player:
     def _end(self, index: int) -> InProgress:
         if self._host:
             self._host.close(index)
+        self._recalls.pop(index, None)
         return self.playing.pop(index)
 
     def _generate(self, index: int) -> None:
         playing = self.playing[index]
-        episode = playing.episode
+        episode, begun = playing.episode, None
+        if index in self._recalls:
+            begun = self._recalls[index].next(episode.context, episode.max_tokens)
+            if begun is not None and begun.reason is not None:
+                return self._recalled.append(begun.finished(str(index)))
+            del self._recalls[index]  # from here on the episode has a record of its own
+            version = self._engine.published()
+            if (
+                begun is not None
+                and self._one_version
+                and begun.versions != ((version, len(begun.token_ids)),)
+            ):
+                begun = None
+        # numbers of its own for the rest of a turn: those of its first tokens have been used
+        turn = episode.played + 1 + (len(begun.token_ids) << 32 if begun is not None else 0)
         self._engine.add(
             str(index),
             episode.context,
-            seed=request_seed(playing.seed, playing.place, episode.played + 1),
+            seed=request_seed(playing.seed, playing.place, turn),
             max_tokens=episode.max_tokens,
             temperature=playing.temperature,
             top_p=playing.top_p,
             stop_strings=episode.stop_strings,
+            begun=begun,
         )
 
 

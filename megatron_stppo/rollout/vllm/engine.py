@@ -32,7 +32,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from megatron_stppo.rollout.vllm.engine_adapters import REQUEST, EngineAdapters
-from megatron_stppo.rollout.vllm.generation import EngineFailure, Finished, RolloutError
+from megatron_stppo.rollout.vllm.generation import EngineFailure, Finished, RecordedTurn, RolloutError
 from megatron_stppo.rollout.vllm.requests import Requests, given_id
 
 # vllm_setup sets the environment variables that vLLM reads while it is imported.
@@ -171,10 +171,12 @@ class Engine:
         temperature: float = 1.0,
         top_p: float = 1.0,
         stop_strings: Sequence[str] = (),
+        begun: RecordedTurn | None = None,
     ) -> None:
         """Queue a generation that continues `token_ids`; temperature 0 is greedy.
 
-        At most max_context - len(token_ids) tokens are generated. `request_id` may be used again after the
+        At most max_context - len(token_ids) tokens are generated. begun: the first tokens of the generation,
+        fewer than max_tokens, which are not generated again. `request_id` may be used again after the
         generation is complete: vLLM gets an id that is never used twice. Raises ValueError if `request_id`
         is running, a token id is outside the vocabulary or the context is full; RolloutError if the weights
         are not synchronised.
@@ -188,6 +190,7 @@ class Engine:
             temperature=temperature,
             top_p=top_p,
             stop_strings=stop_strings,
+            begun=begun,
             lora=None if self._adapters is None else REQUEST,
         )
         try:
@@ -301,6 +304,10 @@ class Engine:
         """Shut down vLLM and the process groups. No collective may follow."""
         self.abort_all()
         self._core.shutdown()
+
+    def recorded(self, request_id: str) -> RecordedTurn | None:
+        """Return what was generated so far for a running request; None if that is nothing."""
+        return self._requests.recorded(request_id)
 
     @property
     def unfinished(self) -> int:

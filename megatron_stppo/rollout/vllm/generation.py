@@ -42,3 +42,18 @@ class Finished:
     versions: Versions  # of the weights that computed the n tokens
     # [prompt + n - 1, layers, k]: the experts of all tokens that the engine has read, as in Trajectory.routes
     routes: bytes = b""
+
+
+@dataclass(frozen=True)
+class RecordedTurn:
+    """A turn, complete or not. Example: RecordedTurn((5, 9), (-0.1, -2.0), ((3, 2),)) is not complete."""
+
+    token_ids: tuple[int, ...]  # n >= 1
+    logprobs: tuple[float, ...]  # n
+    versions: Versions  # of the n tokens
+    reason: Reason | None = None  # why it ended; None: it is not complete
+    observation_ids: tuple[int, ...] = ()  # what the policy read after it
+
+    def finished(self, request_id: str) -> Finished:
+        assert self.reason is not None, "the turn is complete"
+        return Finished(request_id, self.token_ids, self.logprobs, self.reason, self.versions)

@@ -20,7 +20,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
 from megatron_stppo.base.types import Versions
 from megatron_stppo.rollout.vllm.engine_routes import EngineRoutes
-from megatron_stppo.rollout.vllm.generation import Finished, Reason
+from megatron_stppo.rollout.vllm.generation import Finished, Reason, RecordedTurn
 from megatron_stppo.rollout.vllm.stop_strings import StopFinder
 
 FINDERS = 256  # stop strings of so many kinds of request are kept; an agent may invent new ones for each turn
@@ -69,6 +69,7 @@ class Requests:
         temperature: float,
         top_p: float,
         stop_strings: Sequence[str],
+        begun: RecordedTurn | None,
         lora: LoRARequest | None,
     ) -> EngineCoreRequest:
         """Record a request as running, and return what vLLM is asked for. vLLM's id is never used twice.
@@ -84,13 +85,15 @@ class Requests:
                 f"request {request_id!r}: {len(token_ids)} tokens and max_tokens={max_tokens} do not fit a "
                 f"context of {self._context}; at least one token in and one out"
             )
-        if not 0 <= min(token_ids) <= max(token_ids) < self._vocabulary:
+        generated = list(begun.token_ids) if begun is not None else []
+        read = [*token_ids, *generated]
+        if not 0 <= min(read) <= max(read) < self._vocabulary:
             raise ValueError(f"request {request_id!r}: token ids must lie in [0, {self._vocabulary})")
         parameters = SamplingParams(
             temperature=temperature,
             top_p=top_p,
             seed=seed,
-            max_tokens=min(max_tokens, room),
+            max_tokens=min(max_tokens, room) - len(generated),
             logprobs=0,
             stop_token_ids=list(self._end_ids),
             detokenize=False,
@@ -100,10 +103,14 @@ class Requests:
         # with a token, and vLLM would append the token to any new request of the same id.
         self._begun += 1
         vllm_id = f"{request_id}/{self._begun}"
-        self._running[request_id] = _Running(vllm_id, self._finder(tuple(stop_strings)), len(token_ids))
+        running = _Running(vllm_id, self._finder(tuple(stop_strings)), len(token_ids), generated)
+        if begun is not None:
+            running.logprobs = list(begun.logprobs)
+            running.versions = [version for version, count in begun.versions for _ in range(count)]
+        self._running[request_id] = running
         return EngineCoreRequest(
             request_id=vllm_id,
-            prompt_token_ids=list(token_ids),
+            prompt_token_ids=read,
             mm_features=None,
             sampling_params=parameters,
             pooling_params=None,
@@ -151,6 +158,14 @@ class Requests:
             version_runs(running.versions),
             b"" if routes is None else routes.read(running.vllm_id, read),
         )
+
+    def recorded(self, request_id: str) -> RecordedTurn | None:
+        """Return the tokens of a running request so far; None if there are none."""
+        running = self._running.get(request_id)
+        if running is None or not running.token_ids:
+            return None
+        versions = version_runs(running.versions)
+        return RecordedTurn(tuple(running.token_ids), tuple(running.logprobs), versions)
 
     def drop(self, request_id: str) -> str | None:
         """Forget a running request and its tokens. Return vLLM's id of it; None if it is not running."""

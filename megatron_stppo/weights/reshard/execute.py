@@ -53,6 +53,13 @@ class Home(NamedTuple):
     targets: Summed
 
 
+class Packed(NamedTuple):
+    """What a rank sends, copied into buffers, and by bucket the copies and their checksums."""
+
+    staging: Staging
+    sums: list[tuple[Sequence[RowCopy], Tensor]]
+
+
 class Exchange:
     """This rank's part of a plan, bound to its tensors.
 
@@ -123,10 +130,35 @@ class Exchange:
         return staging
 
     @torch.no_grad()
+    def pack(self) -> Packed:
+        """Copy everything that this rank sends. Not collective; the copy is complete on return."""
+        self.prepare()
+        staging = Staging(self.buckets, self._device, at_once=True)
+        sums = [(summed.copies, summed.sums()) for summed in map(staging.pack, range(len(self.buckets)))]
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return Packed(staging, sums)
+
+    @torch.no_grad()
     def run(
-        self, staging: Staging, guard: ErrorHolder, on_bucket: Callable[[int], None], checks: Checks
+        self,
+        staging: Staging,
+        guard: ErrorHolder,
+        on_bucket: Callable[[int], None],
+        checks: Checks,
+        packed: Packed | None = None,
     ) -> None:
-        """Execute the whole plan. Collective. An error of this rank is stored in `guard`."""
+        """Execute the whole plan. Collective. An error of this rank is stored in `guard`.
+
+        packed: what pack() returned, with the buffers of `staging`.
+        """
+
+        def leave(index: int) -> None:
+            if packed is None:
+                summed = staging.pack(index)
+                checks.sent(summed.copies, summed.sums())
+            else:
+                checks.sent(*packed.sums[index])
 
         def arrive(work: dist.Work | None, index: int) -> None:
             if work is not None:
@@ -135,12 +167,12 @@ class Exchange:
 
         def copy_at_home(home: Home) -> None:
             home.copies()
-            checks.sent(home.sources)
+            checks.sent(home.sources.copies, home.sources.sums())
 
         travelling: dist.Work | None = None
         for index, bucket in enumerate(self.buckets):
             guard(on_bucket, index)
-            guard(lambda index=index: checks.sent(staging.pack(index)))
+            guard(leave, index)
             work = dist.all_to_all_single(
                 staging.receive(index),
                 staging.send(index),

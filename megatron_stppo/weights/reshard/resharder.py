@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_stppo.parallel.collectives import all_reduce_sum, gather_records
 from megatron_stppo.parallel.raise_together import by_rank, raise_together
-from megatron_stppo.weights.reshard.execute import ErrorHolder, Exchange
+from megatron_stppo.weights.reshard.execute import ErrorHolder, Exchange, Packed
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, digest, plan_copies
 from megatron_stppo.weights.reshard.verify import Checks, ReshardError
@@ -121,16 +121,25 @@ class Resharder:
         """Have the next sync write all rows, because the engine has lost them. Call it on all ranks."""
         self._reason = "the engine has released its memory"
 
-    def sync(self, version: int) -> SyncReport:
+    def pack(self) -> Packed | None:
+        """Copy what this rank sends in the next sync; None if that sync writes everything. Not collective.
+
+        The source tensors may change afterwards. The copy can also be sent by another Resharder with the same
+        plan, of which a sync has succeeded.
+        """
+        return None if self._reason else self._exchanges[-1].pack()
+
+    def sync(self, version: int, packed: Packed | None = None) -> SyncReport:
         """Write what version `version` changes, and at first or after an error everything else. Collective.
 
-        Raises ReshardError on all ranks if any rank failed or any checksum differs. It is safe to call it
-        again.
+        packed: what pack() has copied on this rank, to be sent instead of the present rows. Raises
+        ReshardError on all ranks if any rank failed or any checksum differs. It is safe to call it again.
         """
         due = self._exchanges if self._reason else self._exchanges[-1:]
+        assert packed is None or len(due) == 1, "only what every version changes is packed"
         self._reason = f"sync to version {version} has not ended"
         try:
-            checked = [self._sync(exchange) for exchange in due]
+            checked = [self._sync(exchange, packed) for exchange in due]
         except BaseException as error:
             self._reason = f"sync to version {version} failed: {error}"
             raise
@@ -146,10 +155,10 @@ class Resharder:
             sum(checksum for _, checksum in checked),
         )
 
-    def _sync(self, exchange: Exchange) -> tuple[int, int]:
+    def _sync(self, exchange: Exchange, packed: Packed | None) -> tuple[int, int]:
         """Write the rows of an exchange. Return (copies compared, sum of their checksums) over all ranks."""
         guard, checks = ErrorHolder(), Checks(self._group, self._device)
-        self._write(exchange, guard, checks)
+        self._write(exchange, guard, checks, packed)
         guard(checks.sum, exchange.due)
         self._raise_together(guard.error)
         checks.exchange()
@@ -166,14 +175,14 @@ class Resharder:
         return int(totals[0]), int(totals[1])
 
     @torch.no_grad()
-    def _write(self, exchange: Exchange, guard: ErrorHolder, checks: Checks) -> None:
+    def _write(self, exchange: Exchange, guard: ErrorHolder, checks: Checks, packed: Packed | None) -> None:
         """Write all rows. Collective. The buffers are freed on return, before the checksums need memory."""
-        staging = guard(exchange.prepare)
+        staging = packed.staging if packed is not None else guard(exchange.prepare)
         for rows in self._padding:
             rows.zero_()
         self._raise_together(guard.error)
         assert staging is not None, "a rank without it has raised"
-        exchange.run(staging, guard, self._on_bucket, checks)
+        exchange.run(staging, guard, self._on_bucket, checks, packed)
 
     def _raise_together(self, error: Exception | None) -> None:
         """Raise ReshardError on all ranks if any rank has an error. Collective."""

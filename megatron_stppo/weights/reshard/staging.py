@@ -72,22 +72,25 @@ class Copies:
 class Staging:
     """Two pairs of byte buffers, used alternately, and the copies between them and the tensors.
 
-    The copies of a bucket are prepared when the bucket is first used.
+    The copies of a bucket are prepared when the bucket is first used. at_once: every bucket that is sent has
+    a buffer of its own, so that all can be packed before any is sent.
     """
 
-    def __init__(self, buckets: list[Bucket], device: torch.device) -> None:
-        def two(sizes: list[int]) -> list[Tensor]:
-            return [torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device) for _ in range(2)]
+    def __init__(self, buckets: list[Bucket], device: torch.device, at_once: bool = False) -> None:
+        def allocate(sizes: list[int]) -> list[Tensor]:
+            return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
         self._buckets = buckets
-        self._send = two([sum(bucket.send_splits) for bucket in buckets])
-        self._receive = two([sum(bucket.receive_splits) for bucket in buckets])
+        sent = [sum(bucket.send_splits) for bucket in buckets]
+        self._send = allocate(sent if at_once and sent else [max(sent, default=0)] * 2)
+        received = [sum(bucket.receive_splits) for bucket in buckets]
+        self._receive = allocate([max(received, default=0)] * 2)
         self._packs: dict[int, tuple[Copies, Summed]] = {}
         self._unpacks: dict[int, Copies] = {}
 
     def send(self, index: int) -> Tensor:
         """Return the buffer of the bytes that bucket `index` sends."""
-        return self._send[index % 2][: sum(self._buckets[index].send_splits)]
+        return self._send[index % len(self._send)][: sum(self._buckets[index].send_splits)]
 
     def receive(self, index: int) -> Tensor:
         """Return the buffer that receives bucket `index`."""
@@ -99,7 +102,7 @@ class Staging:
         Return its copies, to be summed now: merged rows in the buffer, others in their sources.
         """
         if index not in self._packs:
-            buffer, bucket = self._send[index % 2], self._buckets[index]
+            buffer, bucket = self.send(index), self._buckets[index]
             moves = [Move(s.copy, s.view, s.of(buffer), s.term) for s in bucket.sends]
             self._packs[index] = Copies(moves), bucket.unmerged or Summed.where_written(moves)
         copies, summed = self._packs[index]

@@ -53,9 +53,9 @@ class Checks:
         self._group, self._device = group, device
         self._sent: list[tuple[Sequence[RowCopy], Tensor]] = []
 
-    def sent(self, summed: Summed) -> None:
-        """Sum copies that are sent now."""
-        self._sent.append((summed.copies, summed.sums()))
+    def sent(self, copies: Sequence[RowCopy], sums: Tensor) -> None:
+        """Note copies that are sent, and their sums, int64 [len(copies)]."""
+        self._sent.append((copies, sums))
 
     def sum(self, due: Sequence[Summed]) -> None:
         """Sum the copies that must have arrived, after everything is written.

@@ -213,27 +213,34 @@ class Transfer(NamedTuple):
 
 
 def transfer(
-    shape: ModelShape, training: Layouts, serving: Layouts, adapters: ServedAdapters | None
+    shape: ModelShape,
+    source: Layouts,
+    serving: Layouts,
+    adapters: ServedAdapters | None,
+    from_engine: bool = False,
 ) -> Transfer:
-    """Return the transfer from a trainer to an engine; without adapters, every version changes all weights.
+    """Return the transfer from a trainer, or from an engine, to an engine; without adapters, every version
+    changes all weights.
 
-    training, serving: training_layouts and serving_layouts of spans.py.
+    source, serving: training_layouts, or serving_layouts of the engine, and serving_layouts of spans.py.
     """
     widths = row_widths(shape)
     if adapters is None:
-        return Transfer(training, serving, widths, None)
+        return Transfer(source, serving, widths, None)
     rank, names = adapters.rank, adapters.targets
     if not adapters.alone:
-        return Transfer(training, serving, widths, adapted(shape, names).keys())
+        return Transfer(source, serving, widths, adapted(shape, names).keys())
     shapes, hidden = adapter_shapes(shape, rank, names), shape.hidden
-    # Ranks that share their spans share the result, see weights/reshard/plan.py.
-    served = {
-        id(spans): {**spans, **serving_adapter_spans(spans, rank, hidden, names)}
-        for spans in {id(spans): spans for spans in serving.values()}.values()
-    }
+
+    def with_adapters(layouts: Layouts, add: Callable[..., Spans]) -> Layouts:
+        # Ranks that share their spans share the result, see weights/reshard/plan.py.
+        distinct = {id(spans): spans for spans in layouts.values()}
+        served = {at: {**spans, **add(spans, rank, hidden, names)} for at, spans in distinct.items()}
+        return {at: served[id(spans)] for at, spans in layouts.items()}
+
     return Transfer(
-        {at: {**spans, **adapter_spans(spans, rank, hidden, names)} for at, spans in training.items()},
-        {at: served[id(spans)] for at, spans in serving.items()},
+        with_adapters(source, serving_adapter_spans if from_engine else adapter_spans),
+        with_adapters(serving, serving_adapter_spans),
         widths | widths_of(shapes),
         shapes.keys(),
     )

@@ -1,0 +1,52 @@
+"""One replica as the trainer sees it, and how waiting episodes are shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_stppo.parallel.weight_tree import Node
+from megatron_stppo.replicas.wire.channel import Channel
+from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.messages import Assignment, Counters, Hello, Play
+
+
+@dataclass
+class Member:
+    """One replica. Example: Member("replica-1", peer, hello, Node(1)) has no weights yet."""
+
+    group: str  # its name
+    peer: Channel  # its connection
+    hello: Hello
+    node: Node
+    playing: dict[int, Assignment] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)  # versions that it may have received
+    counters: Counters = field(default_factory=Counters)
+    recorded: int = 0  # the newest snapshot for which it has sent all records
+
+
+def send_episodes(listener: Listener, peer: Channel, episodes: Sequence[Assignment]) -> None:
+    """Send the episodes in one message, or in several if they are too long for one."""
+    try:
+        listener.send(peer, Play(tuple(episodes)))
+    except ValueError:
+        if (half := len(episodes) // 2) == 0:
+            raise
+        send_episodes(listener, peer, episodes[:half])
+        send_episodes(listener, peer, episodes[half:])
+
+
+def shares(waiting: int, playing: Sequence[int], capacity: Sequence[int]) -> list[int]:
+    """Return how many of the waiting episodes each replica gets.
+
+    Each episode goes to the replica that then plays fewest, among those with a free place; of equal ones, to
+    the last. playing, capacity: episodes per replica.
+    Example: shares(5, [0, 2], [8, 8]) is [3, 2], and shares(9, [0, 0], [2, 4]) is [2, 4].
+    """
+    given = [0] * len(playing)
+    for _ in range(waiting):
+        free = [i for i, most in enumerate(capacity) if playing[i] + given[i] < most]
+        if not free:
+            break
+        given[min(free, key=lambda i: (playing[i] + given[i], -i))] += 1
+    return given
