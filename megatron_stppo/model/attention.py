@@ -323,6 +323,19 @@ class PackedAttention(torch.nn.Module):
 class GatedAttention(SelfAttention):
     """Attention whose result is multiplied by sigmoid of a gate, which linear_qkv computes beside queries."""
 
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return query, key, value and gate.
+
+        With more tensor ranks than groups of heads, megatron gives a rank its queries of a group, but the
+        gates of the whole group.
+        """
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        own, whole = query.shape[2], gate.shape[2]
+        if own < whole:
+            first = dist.get_rank(self.pg_collection.tp) % (whole // own) * own
+            gate = gate[:, :, first : first + own]
+        return query, key, value, gate
+
     def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """megatron compiles this product with torch.compile, which the CPU platform has not."""
         return x * gate.reshape(x.shape).sigmoid()

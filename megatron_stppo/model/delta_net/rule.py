@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_stppo.model.delta_net.scan import Scan
 from megatron_stppo.ops.transfer import to_device
 
 CHUNK = 64  # tokens; other lengths were not faster on a CPU
@@ -78,11 +79,4 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, c
     within = q @ k.mT * decay
     last = g[..., -1:]
     q, k, kept = q * g.exp()[..., None], k * (last - g).exp()[..., None], last.exp()[..., None]
-    outputs, state = [], v.new_zeros(len(chunks.steps[0]), k.shape[1], k.shape[-1], v.shape[-1])
-    for at in chunks.steps:
-        state = state[: len(at)]  # of the sequences that are long enough
-        fresh = new[at] - read[at] @ state
-        outputs.append(q[at] @ state + within[at] @ fresh)
-        state = state * kept[at] + k[at].mT @ fresh
-    back = torch.cat(chunks.steps).argsort()
-    return chunks.packed(torch.cat(outputs).index_select(0, back))
+    return chunks.packed(Scan.apply(q, read, k, within, new, kept, chunks.steps))  # type: ignore[no-untyped-call]

@@ -28,6 +28,7 @@ SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA
 # three gated delta nets, then attention
 HYBRID: dict[str, Any] = {
     "head_dim": 32,
+    "num_key_value_heads": 1,  # fewer than tensor ranks
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
