@@ -37,6 +37,7 @@ FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
 PLATFORM = {
     "parallel/cpu_platform.py",
     "rollout/vllm/cpu_layers.py",
+    "rollout/vllm/cpu_delta_net.py",
 }
 # --help must not import torch. vLLM, the CPU platform and megatron must be imported in this order.
 LAZY = {"commands", "cluster/launch/process.py", "parallel/cpu_platform.py"}

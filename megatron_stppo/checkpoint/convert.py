@@ -28,7 +28,8 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Resharder
-from megatron_stppo.weights.sharding.hf_fields import FAMILIES
+from megatron_stppo.weights.sharding.families import FAMILIES
+from megatron_stppo.weights.sharding.hf_fields import text_fields
 from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import FILE_BYTES, by_file, finish, write_tensors
 from megatron_stppo.weights.sharding.spans import training_layouts, whole_spans, widths_of
@@ -54,12 +55,12 @@ def export_hf(
     """Write the `parameters` of all ranks, with the terms of their adapters, to `folder`. Collective over
     `group`.
 
-    config.json and the tokenizer come from `template`; the weights keep the parameters' dtype, which
-    is written to config.json. head: that of the parameters and layouts; a folder with a value head is a token
-    classification model with one label for transformers. Rank 0 holds at most `file_bytes` (or the largest
-    tensor) at once. The folder is renamed into place when it is complete. Raises ConfigError on all ranks if
-    it exists and `overwrite` is False, or if it cannot be written. Raises ReshardError if rows were lost in
-    the transfer.
+    config.json and the tokenizer come from `template`; the weights keep the parameters' dtype, which is
+    written to config.json. That of a model with images becomes that of its text model. head: that of the
+    parameters and layouts; a folder with a value head is a token classification model with one label for
+    transformers. Rank 0 holds at most `file_bytes` (or the largest tensor) at once. The folder is renamed
+    into place when it is complete. Raises ConfigError on all ranks if it exists and `overwrite` is False, or
+    if it cannot be written. Raises ReshardError if rows were lost in the transfer.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -106,7 +107,7 @@ def _begin(
             shutil.copyfile(path, partial / path.name)
     if (template / TEMPLATES).is_dir():
         shutil.copytree(template / TEMPLATES, partial / TEMPLATES, copy_function=shutil.copyfile)
-    config = json.loads((partial / "config.json").read_text())
+    config = text_fields(template, json.loads((partial / "config.json").read_text()))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":
         named = FAMILIES[config["model_type"]].architecture.replace("CausalLM", "TokenClassification")

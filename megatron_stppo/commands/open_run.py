@@ -41,15 +41,20 @@ def open_config(
     if world is None:
         process.discover()
     config = load(path, overrides).beside(modules or path.parent)
-    from megatron_stppo.validation import checks, lora, model_layout, run_folder
+    from megatron_stppo.validation import checks, lora, model_layout, model_weights, run_folder
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     ranks = world or int(os.environ.get("WORLD_SIZE", "1"))
     if command in ("convert", "audit"):
         config = model_layout.with_fitting_layout(config, ranks)
     checked = config.of_checkpoint() if checkpoint else config
     checks.check(checked, ranks, command)
-    if note := lora.base_note(checked):
-        say(note, is_first_rank())
+    for note in (
+        lora.base_note(checked),
+        model_weights.left_out(config.model.path, read_shape(config.model.path)),
+    ):
+        if note:
+            say(note, is_first_rank())
     if command == "train" and resume:
         run_folder.check_resume(config)
     elif command == "train":

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -30,6 +31,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_stppo.data import context
 from megatron_stppo.data.packing import Microbatch
+from megatron_stppo.model.delta_net.sequences import Sequences
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
 
@@ -68,18 +70,21 @@ _varlen_attn = for_groups(varlen_attn)
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of each token's angles, [P, 1, D]."""
+    """Cosines and sines of each token's angles, [P, 1, R]; the first R of a head's D elements are rotated."""
 
     cosine: Tensor
     sine: Tensor
 
     @classmethod
     def of(cls, angle: Tensor, dtype: torch.dtype) -> Rotation:
-        """angle: float32 [P, 1, D], the two halves of D being equal. dtype: of queries and keys."""
+        """angle: float32 [P, 1, R], the two halves of R being equal. dtype: of queries and keys."""
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Rotate x [P, heads, D]: the pairs (x[i], x[i + D/2]) turn by the token's angle i."""
+        """Rotate x [P, heads, D]: the pairs (x[i], x[i + R/2]) turn by the token's angle i."""
+        rotated = self.cosine.shape[-1]
+        if rotated < x.shape[-1]:
+            return torch.cat((self(x[..., :rotated]), x[..., rotated:]), dim=-1)
         first, second = x.chunk(2, dim=-1)
         return x * self.cosine + torch.cat((-second, first), dim=-1) * self.sine
 
@@ -90,6 +95,7 @@ class Pack(PackedSeqParams):
 
     pieces: Pieces | None = None
     rotation: Rotation | None = None  # set by TokenModel, for PackedAttention
+    sequences: Sequences | None = None
 
     @classmethod
     def of(cls, microbatch: Microbatch, mesh: MeshRank, rotates_in_attention: bool) -> Pack:
@@ -106,6 +112,7 @@ class Pack(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             pieces=Pieces.of(microbatch.lengths, offsets.device, mesh, microbatch.keys),
+            sequences=Sequences(microbatch.position_P, tuple(microbatch.lengths.tolist())),
         )
 
 
@@ -311,3 +318,24 @@ class PackedAttention(torch.nn.Module):
         )  # fmt: skip
         assert isinstance(out, Tensor)  # a pair only if log-sum-exps are asked for
         return out
+
+
+class GatedAttention(SelfAttention):
+    """Attention whose result is multiplied by sigmoid of a gate, which linear_qkv computes beside queries."""
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return query, key, value and gate.
+
+        With more tensor ranks than groups of heads, megatron gives a rank its queries of a group, but the
+        gates of the whole group.
+        """
+        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
+        own, whole = query.shape[2], gate.shape[2]
+        if own < whole:
+            first = dist.get_rank(self.pg_collection.tp) % (whole // own) * own
+            gate = gate[:, :, first : first + own]
+        return query, key, value, gate
+
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """megatron compiles this product with torch.compile, which the CPU platform has not."""
+        return x * gate.reshape(x.shape).sigmoid()

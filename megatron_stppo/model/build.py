@@ -67,6 +67,9 @@ def transformer_config(
         "kv_channels": shape.head_dim,
         "qk_layernorm": shape.qk_norm,
         "add_qkv_bias": shape.qkv_bias,
+        "attention_output_gate": shape.output_gate,
+        # a checkpoint then has a tensor per layer; else one tensor has a weight of all layers
+        "hetereogenous_dist_checkpoint": shape.recurrent_layers > 0,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
@@ -122,6 +125,8 @@ def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # only the policy gradient trains the router
         "moe_grouped_gemm": spec == "transformer_engine",
+        "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
+        "moe_shared_expert_gate": shape.shared_ffn > 0,
     }
 
 
@@ -160,6 +165,7 @@ def build(
                 # a shared trunk already has the copies of tied weights that megatron would make equal
                 share_embeddings_and_output_weights=shape.tied and not is_critic and trunk is None,
                 position_embedding_type="rope",
+                rotary_percent=shape.rotary_share,
                 rotary_base=shape.rope_theta,  # type: ignore[arg-type]
                 rope_scaling=shape.rope_factor is not None,
                 rope_scaling_factor=shape.rope_factor or 1.0,

@@ -11,17 +11,22 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model.attention import PackedAttention
+from megatron_stppo.model.attention import GatedAttention, PackedAttention
+from megatron_stppo.model.delta_net.convolution import wide
+from megatron_stppo.model.delta_net.layer import GatedDeltaNet
 from megatron_stppo.model.experts.grouped_experts import GroupedExperts
+from megatron_stppo.weights.sharding.delta_net import DeltaNet
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.spans import LayerSpec
 
@@ -42,6 +47,18 @@ class RMSNorm(torch.nn.RMSNorm):
             return super().forward(x)
         out: Tensor = _Norm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return out
+
+
+class OffsetNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight. transformers computes it in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        high = wide(x.dtype)
+        scale = 1 + self.weight.to(high)
+        if x.is_cuda or high != torch.float32:
+            return torch.nn.functional.rms_norm(x.to(high), scale.shape, scale, self.eps).to(x.dtype)
+        out: Tensor = _Norm.apply(x.to(high), scale, self.eps)  # type: ignore[no-untyped-call]
+        return out.to(x.dtype)
 
 
 class _Norm(torch.autograd.Function):
@@ -95,22 +112,30 @@ def block_spec(
             num_experts=shape.experts or None, moe_grouped_gemm=shape.experts > 0, qk_layernorm=shape.qk_norm
         )
         norm = gpt_layer_specs.TENorm
-    else:
-        layer, norm = _local_layer(shape), RMSNorm
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(settings, chunk), layer_norm=norm)
+        return TransformerBlockSubmodules([layer] * get_num_layers_to_build(settings, chunk), layer_norm=norm)
+    norm = OffsetNorm if shape.offset_norm else RMSNorm
+    of_kind = {net: _local_layer(shape, norm, net) for net in {None, shape.delta_net}}
+    first = get_transformer_layer_offset(settings, chunk)
+    own = range(first, first + get_num_layers_to_build(settings, chunk))
+    return TransformerBlockSubmodules([of_kind[shape.delta_net_of(n)] for n in own], layer_norm=norm)
 
 
-def _local_layer(shape: ModelShape) -> Any:
-    """Return megatron's local layer with packed attention and a norm that supports sequence parallelism."""
+def _local_layer(shape: ModelShape, norm: type[RMSNorm], net: DeltaNet | None) -> Any:
+    """Return megatron's local layer with packed attention, or a gated delta net of the sizes `net`, and with
+    a norm that supports sequence parallelism."""
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     attention.core_attention = PackedAttention
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if shape.experts:
         layer.mlp.submodules.router = Router
         layer.mlp.submodules.experts.module = GroupedExperts
     if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
+    if shape.output_gate:
+        layer.self_attention.module = GatedAttention
+    if net is not None:
+        layer.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": net})
     return spec

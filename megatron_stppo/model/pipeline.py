@@ -29,7 +29,7 @@ from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 Model = Sequence[torch.nn.Module]  # this rank's chunks of one model, in the order of their layers
 # the columns of a Batch that decide its microbatches, beside the recorded experts
@@ -134,6 +134,9 @@ def sharing_obstacle(config: Config, layout: Layout) -> str:
         return "update.share_prefixes=off"
     if layout.context > 1:
         return f"parallel.context={layout.context}: the pieces of context parallelism are cut evenly"
+    models = (config.model.path, config.model.reference_path)  # the critic has the shape of the actor
+    if any(read_shape(path).recurrent_layers for path in models if path is not None):
+        return "gated delta nets keep a state for each trajectory, and no state where trajectories part"
     if layer_spec(config) != "local":
         return "TransformerEngine's attention takes no keys of another sequence; model.layers=local does"
     return ""

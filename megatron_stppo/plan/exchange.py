@@ -8,7 +8,7 @@ layers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_stppo.parallel.layout import Layout
@@ -92,16 +92,24 @@ def layers_to_plan(shape: ModelShape, layout: Layout) -> dict[int, int]:
 
     Every layer is planned, unless the model has experts, which would take millions of copies.
     """
-    return layers_alike(layout, shape.layers) if shape.experts else dict.fromkeys(range(shape.layers), 1)
+    if not shape.experts:
+        return dict.fromkeys(range(shape.layers), 1)
+    return layers_alike(layout, shape.layers, shape.kinds)
 
 
-def layers_alike(layout: Layout, layers: int) -> dict[int, int]:
-    """Return {first layer of a model chunk: number of its layers}.
+def layers_alike(layout: Layout, layers: int, kinds: Sequence[str] = ()) -> dict[int, int]:
+    """Return {first layer of a kind in a model chunk: number of its layers of this kind}.
 
+    kinds: of each layer; empty: all layers are of one kind.
     Example: 8 layers on 2 stages: {0: 4, 4: 4}.
     """
-    chunks = [run for stage in range(layout.pipeline) for run in layout.chunks(layers, stage)]
-    return {run[0]: len(run) for run in chunks}
+    alike: dict[int, int] = {}
+    for run in (run for stage in range(layout.pipeline) for run in layout.chunks(layers, stage)):
+        first: dict[str, int] = {}
+        for layer in run:
+            of_kind = first.setdefault(kinds[layer] if kinds else "", layer)
+            alike[of_kind] = alike.get(of_kind, 0) + 1
+    return alike
 
 
 def layer_of(hf_key: str) -> int | None:

@@ -72,7 +72,7 @@ def _rollout(use: TrainingUse, shape: ModelShape, engine: EngineUse, gpu: Gpu) -
     """Return the seconds of the rollout: the larger of the time to read memory and the time to compute.
 
     Every step reads all weights. Every token reads the keys and values before it, on average those of half a
-    trajectory.
+    trajectory, and reads and writes the states of its sequence.
     """
     config, layout, work = use.config, use.layout, use.work
     played = _batch(config) / (layout.world // config.engine_tensor)
@@ -80,7 +80,8 @@ def _rollout(use: TrainingUse, shape: ModelShape, engine: EngineUse, gpu: Gpu) -
     together = min(config.rollout.max_sequences, played, room)
     steps = played / together * work.action_tokens
     keys = played * work.action_tokens * work.longest / 2 * engine.cache_per_token
-    read = (steps * engine.weights + keys) / gpu.memory_rate
+    states = 2 * played * work.action_tokens * engine.state
+    read = (steps * engine.weights + keys + states) / gpu.memory_rate
     flop = played * forward(shape, [work.longest], work.action_tokens)
     return max(read, flop / config.engine_tensor / gpu.flops)
 
@@ -102,7 +103,7 @@ def engine_speed(
     head = 2 * shape.hidden * shape.vocab
     return EngineSpeed(
         step=given["step_seconds"] + engine.weights / bandwidth,
-        sequence=(trunk + head) / rate,
+        sequence=(trunk + head) / rate + 2 * engine.state / bandwidth,
         prefill=trunk / rate,
         context=engine.cache_per_token / bandwidth,
         most_sequences=max(1, min(config.rollout.max_sequences, int(engine.cached_tokens / tokens))),

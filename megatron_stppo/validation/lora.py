@@ -35,6 +35,11 @@ def check(config: Config) -> None:
             "set model.layers=local"
         )
     shape = read_shape(model.path)
+    if shape.recurrent_layers:
+        raise ConfigError(
+            f"{field}: adapters of models with gated delta nets (model_type={shape.family}) are not "
+            "supported yet; set model.lora.rank=0, which trains all weights"
+        )
     check_targets(shape, lora.rank, lora.names, lora.targets)
     if lora.sync == "adapter":
         check_alone(shape, lora.rank)

@@ -18,7 +18,8 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_layout import check_model_layout
 from megatron_stppo.validation.model_weights import check_weights
-from megatron_stppo.weights.sharding.hf_fields import FAMILIES, check_only, read_fields
+from megatron_stppo.weights.sharding.families import FAMILIES
+from megatron_stppo.weights.sharding.hf_fields import check_only, read_fields
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 USER = {"role": "user", "content": "a"}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron_stppo.config import Config, ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.weights.sharding.hf_fields import FAMILIES
+from megatron_stppo.weights.sharding.families import FAMILIES
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 
@@ -22,6 +22,11 @@ def check_parallel(config: Config, world_size: int) -> Layout:
         )
     shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
     check_model_layout(shape, parallel, layout)
+    if config.model.layers == "transformer_engine" and shape.recurrent_layers:
+        raise ConfigError(
+            "model.layers=transformer_engine: the model has gated delta nets, which only local layers have; "
+            "set it to local"
+        )
     if config.algorithm.routing_replay != "off" and not shape.experts:
         raise ConfigError(
             f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "
@@ -35,6 +40,17 @@ def check_model_layout(shape: ModelShape, parallel: ParallelConfig, layout: Layo
     check_layout(shape, parallel.tensor)
     check_stages(shape, layout)
     check_experts(shape, parallel)
+    check_recurrent(shape, parallel)
+
+
+def check_recurrent(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for context parallelism of a model with gated delta nets."""
+    if shape.recurrent_layers and parallel.context > 1:
+        raise ConfigError(
+            f"parallel.context={parallel.context}: {shape.recurrent_layers} of the model's {shape.layers} "
+            "layers are gated delta nets, whose state passes from token to token; set it to 1, and raise "
+            "parallel.tensor instead"
+        )
 
 
 def check_engine(config: Config, world_size: int) -> None:
@@ -138,7 +154,11 @@ def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:
         return f"must divide or be a multiple of model.num_key_value_heads={shape.kv_heads}"
     if shape.ffn % tensor:
         return f"must divide model.{FAMILIES[shape.family].ffn}={shape.ffn}"
-    rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    if shape.delta_net is not None and shape.delta_net.key_heads % tensor:
+        return f"must divide model.linear_num_key_heads={shape.delta_net.key_heads}"
+    if shape.shared_ffn % tensor:
+        return f"must divide model.shared_expert_intermediate_size={shape.shared_ffn}"
+    rows = shape.query_rows + 2 * shape.kv_heads * shape.head_dim
     if not serving and rows % tensor:
         return f"must divide the {rows} rows of the joint q, k, v projection"
     if serving and 0 < shape.experts < tensor:

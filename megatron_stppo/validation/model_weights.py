@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.weights.sharding.families import FAMILIES
 from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE, Entry, entries, same_bytes
 from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, ModelShape, hf_shapes
 
@@ -30,11 +31,16 @@ def check_weights(field: str, folder: Path, shape: ModelShape, critic: bool = Fa
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return
     where, wanted = f"{field}={folder}", hf_shapes(shape, "none" if critic else "vocabulary")
-    given = {key: entry for key, entry in entries(folder).items() if not BUFFERS.search(key)}
+    ignored = FAMILIES[shape.family].left_out
+    given = {
+        key: entry
+        for key, entry in entries(folder).items()
+        if not BUFFERS.search(key) and not key.startswith(ignored)
+    }
     if critic:
         given = {key: entry for key, entry in given.items() if key != HEAD and not OTHER_HEADS.match(key)}
     elif shape.tied and HEAD in given and EMBEDDING in given:
-        _check_tied(where, given)
+        _check_tied(where, given[HEAD], given[EMBEDDING])
         del given[HEAD]
     _check_types(where, given)
     if absent := sorted(wanted.keys() - given.keys()):
@@ -64,9 +70,19 @@ def _check_types(where: str, given: Mapping[str, Entry]) -> None:
             )
 
 
-def _check_tied(where: str, given: Mapping[str, Entry]) -> None:
+def left_out(folder: Path, shape: ModelShape) -> str:
+    """Return a line that says which tensors of the folder are not read, or "" if all are."""
+    if not any((folder / name).exists() for name in (SINGLE, INDEX)):
+        return ""
+    prefixes, names = FAMILIES[shape.family].left_out, list(entries(folder))
+    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in prefixes}
+    found = [f"{count} tensors {prefix}*" for prefix, count in counts.items() if count]
+    return f"model.path={folder}: left out are {' and '.join(found)}; only text is trained" if found else ""
+
+
+def _check_tied(where: str, head: Entry, embedding: Entry) -> None:
     """Check that a head beside tied embeddings is a copy of them; transformers does not tie other heads."""
-    if not same_bytes((HEAD, given[HEAD]), (EMBEDDING, given[EMBEDDING])):
+    if not same_bytes(head, embedding):
         raise ConfigError(
             f"{where}: tie_word_embeddings=true, but {HEAD!r} differs from {EMBEDDING!r}; set "
             "tie_word_embeddings=false in config.json"

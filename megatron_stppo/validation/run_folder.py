@@ -5,6 +5,7 @@ Uses neither torch nor a process group: every rank checks on its own and gets th
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def _check_checkpoint(config: Config, checkpoints: Path) -> None:
         written = msgspec.convert(step_folder.read_state(path), _Written)
     except (step_folder.Damaged, OSError, ValueError):
         return  # there is no checkpoint yet, or it is damaged, which loading it reports
-    shape = asdict(read_shape(config.model.path))
+    shape = json.loads(json.dumps(asdict(read_shape(config.model.path))))  # with lists instead of tuples
     for name in sorted(written.shape.keys() - {"max_positions"}):
         if written.shape[name] != shape.get(name):
             raise ConfigError(

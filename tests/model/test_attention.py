@@ -101,7 +101,8 @@ def lengths_of_tables() -> tuple[list[int], int]:
 
     def length(longest: int, rotates: bool) -> int:
         offsets, lengths = torch.tensor([0, longest], dtype=torch.int32), torch.tensor([longest])
-        microbatch = SimpleNamespace(sequence_offsets=offsets, longest=longest, lengths=lengths, keys=None)
+        given = {"longest": longest, "lengths": lengths, "keys": None, "position_P": None}
+        microbatch = SimpleNamespace(sequence_offsets=offsets, **given)
         return Pack.of(microbatch, mesh, rotates).max_seqlen_q  # type: ignore[arg-type,return-value]
 
     return [length(n, True) for n in (1, 2, 3, 4, 5, 4096, 4097)], length(5, False)

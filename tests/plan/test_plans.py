@@ -28,6 +28,8 @@ PLANNED = [
     ("qwen3-30b-a3b", "config.yaml", "plan.txt", 32),
     ("qwen3-30b-a3b", "lora.yaml", "lora_plan.txt", 8),
     ("qwen3-235b-a22b", "config.yaml", "plan.txt", 256),
+    ("qwen3.5-9b", "config.yaml", "plan.txt", 8),
+    ("qwen3.6-35b-a3b", "config.yaml", "plan.txt", 32),
 ]
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_stppo.weights.sharding.hf_fields import FAMILIES
+from megatron_stppo.weights.sharding.families import FAMILIES
 from tools.cuda_environment import installed, models, stand_ins
 
 TOOL = Path(__file__).parents[2] / "tools/check_cuda_environment.py"
@@ -38,7 +38,7 @@ def test_every_family_has_a_model(tmp_path):
     folders = [models.write_config(tmp_path, family) for family in models.FAMILIES]
     kinds = {json.loads((folder / "config.json").read_text())["model_type"] for folder in folders}
     assert kinds == set(FAMILIES)
-    assert set(models.WITH_EXPERTS) == {"qwen3_moe", "mixtral"}
+    assert set(models.WITH_EXPERTS) == {"qwen3_moe", "mixtral", "qwen3.5_moe", "qwen3_next"}
 
 
 def test_the_exit_status_is_the_number_of_failed_checks(tmp_path):

@@ -19,6 +19,13 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA3}
+HYBRID = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+MIXTURE = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 # {family: (prefix of its configuration in transformers, differences from SIZES)}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("Llama", {"rope_parameters": SCALED}),
@@ -27,8 +34,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 512}),
+    "qwen3.5": ("Qwen3_5", HYBRID),
+    "qwen3.5_moe": ("Qwen3_5Moe", HYBRID | MIXTURE),
+    "qwen3_next": ("Qwen3Next", HYBRID | MIXTURE),
 }
-WITH_EXPERTS = ("qwen3_moe", "mixtral")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen3.5_moe", "qwen3_next")
+WITH_DELTA_NETS = {"qwen3.5", "qwen3.5_moe", "qwen3_next"}
 
 
 def write_config(folder: Path, family: str) -> Path:
@@ -37,7 +48,10 @@ def write_config(folder: Path, family: str) -> Path:
 
     prefix, special = FAMILIES[family]
     sizes = SIZES | special
-    settings = getattr(transformers, f"{prefix}Config")(**sizes)
+    if family == "qwen3.5_moe":  # its configuration has no such field
+        del sizes["intermediate_size"]
+    text = "Text" if prefix.startswith("Qwen3_5") else ""
+    settings = getattr(transformers, f"{prefix}{text}Config")(**sizes)
     settings.architectures = [f"{prefix}ForCausalLM"]
     settings.save_pretrained(folder / family)
     return folder / family

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_stppo.config import ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.validation.model_layout import check_experts, check_layout, check_stages
+from megatron_stppo.validation.model_layout import check_experts, check_layout, check_recurrent, check_stages
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 
@@ -80,6 +80,7 @@ def _fits(shape: ModelShape, world: int, parallel: ParallelConfig) -> bool:
         check_layout(shape, parallel.tensor)
         check_stages(shape, Layout.of_world(world, parallel))
         check_experts(shape, parallel)
+        check_recurrent(shape, parallel)
     except ConfigError:
         return False
     return True

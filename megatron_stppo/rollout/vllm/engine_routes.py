@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from megatron_stppo.data.routes import dtype_of, unknown
 from megatron_stppo.rollout.vllm.generation import RolloutError
@@ -33,8 +34,10 @@ class EngineRoutes:
         On a GPU this must happen before CUDA graphs are captured, because they contain the copies.
         """
         runner, config = worker.model_runner, worker.model_config
-        (group,) = runner.kv_cache_config.kv_cache_groups  # the families served here have full attention
-        self._block = int(group.kv_cache_spec.block_size)
+        groups = runner.kv_cache_config.kv_cache_groups  # one with keys and values; others have states
+        specs = [group.kv_cache_spec for group in groups]
+        (self._group,) = (n for n, spec in enumerate(specs) if not isinstance(spec, MambaSpec))
+        self._block = int(specs[self._group].block_size)
         dtype = dtype_of(config.get_num_experts())
         self._unknown = unknown(dtype)
         modules = worker.get_model().modules()
@@ -44,9 +47,9 @@ class EngineRoutes:
         shape = (slots + 1, len(self.routers), config.get_num_experts_per_tok())
         self._of_slot = torch.full(shape, self._unknown, dtype=dtype, device=worker.device)
         if hasattr(runner, "block_tables"):  # vLLM's second model runner
-            self._slots = runner.block_tables.slot_mappings[0]
+            self._slots = runner.block_tables.slot_mappings[self._group]
         else:
-            self._slots = runner.input_batch.block_table[0].slot_mapping.gpu
+            self._slots = runner.input_batch.block_table[self._group].slot_mapping.gpu
         for layer, router in enumerate(self.routers):
             router.set_capture_fn(partial(self._store, layer))
         # by vLLM's id: blocks of ended requests, and the experts of preempted ones in host memory
@@ -100,7 +103,7 @@ class EngineRoutes:
         self._of_slot[:, layer][self._slots[: len(chosen)]] = chosen.to(self._of_slot.dtype)
 
     def _blocks(self, request_id: str) -> list[int]:
-        blocks: list[int] = self._manager.get_block_ids(request_id)[0]
+        blocks: list[int] = self._manager.get_block_ids(request_id)[self._group]
         return blocks
 
     def _rows(self, blocks: list[int]) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import secrets
 import sys
@@ -44,8 +45,9 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megatron_stppo.rollout.vllm import cpu_cache  # noqa: E402
 from megatron_stppo.rollout.vllm.engine_adapters import lora_arguments  # noqa: E402
-from megatron_stppo.weights.sharding.hf_fields import FAMILIES  # noqa: E402
+from megatron_stppo.weights.sharding.families import FAMILIES  # noqa: E402
 from megatron_stppo.weights.sharding.hf_load import load_config, load_generation  # noqa: E402
+from megatron_stppo.weights.sharding.hf_names import read_shape  # noqa: E402
 from megatron_stppo.weights.sharding.low_rank import ServedAdapters  # noqa: E402
 
 if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
@@ -83,11 +85,10 @@ class EngineSettings:
     @property
     def bytes_per_token(self) -> int:
         """The bytes that a token takes in the key-value cache of one rank."""
-        config = load_config(self.model_path)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = read_shape(self.model_path)
         itemsize = torch.finfo(getattr(torch, self.dtype)).bits // 8
-        return int(2 * config.num_hidden_layers * max(1, heads // self.tensor) * size * itemsize)
+        heads = max(1, shape.kv_heads // self.tensor)
+        return 2 * shape.attention_layers * heads * shape.head_dim * itemsize
 
 
 def build_vllm(given: EngineSettings) -> LLMEngine:
@@ -112,6 +113,8 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
                 "rollout.vllm.kv_cache_memory_bytes: is for a GPU; on a CPU give rollout.kv_cache_gib instead"
             )
         _check_on_cpu(config)
+        if read_shape(given.model_path).recurrent_layers:
+            _plain_delta_nets()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cache = given.max_context, given.bytes_per_token, ranks, cpu_cache.machine_memory()
         cpu_cache.check(given.kv_cache_gib, *cache)
@@ -150,13 +153,17 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
     from those of all other engines.
     """
     seconds = int(given.timeout.total_seconds())
+    shape = read_shape(given.model_path)
+    overrides: dict[str, Any] = {}
+    if shape.recurrent_layers:  # config.json may be that of a model with images
+        overrides["architectures"] = [FAMILIES[shape.family].architecture]
+    if given.float32_logits and given.dtype != "float32":
+        overrides["head_dtype"] = "float32"
     fixed: dict[str, Any] = {
         "model": str(given.model_path),
         "trust_remote_code": False,
         "dtype": given.dtype,
-        "hf_overrides": {"head_dtype": "float32"}
-        if given.float32_logits and given.dtype != "float32"
-        else {},
+        "hf_overrides": overrides,
         "seed": given.seed,
         "tensor_parallel_size": given.tensor,
         "distributed_executor_backend": "external_launcher",
@@ -174,10 +181,12 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
     chosen: dict[str, Any] = {  # rollout.vllm may replace these
         # In one step several new prompts can be prefilled beside all running sequences.
         "max_num_batched_tokens": max(8192, given.max_sequences, given.max_context if on_cpu() else 0),
-        "enable_prefix_caching": True,  # the next turn reuses the key-value cache of the turns before
+        # The next turn reuses the key-value cache of the turns before. vLLM keeps the states of gated delta
+        # nets at the ends of blocks of 528 tokens and more, and its CPU worker fails with seeded requests.
+        "enable_prefix_caching": not shape.recurrent_layers,
         # With vLLM's default of 128, a short history is never found in the prefix cache of a CPU. 32 saved a
         # fifth of the time.
-        **({"block_size": 32} if on_cpu() else {}),
+        **({"block_size": 32} if on_cpu() and not shape.recurrent_layers else {}),
     }
     compilation = dict(given.options.get("compilation_config", {}))
     # It calls FlashInfer's all-reduce, which prepare_environment switches off.
@@ -194,7 +203,8 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        slices = parameter.data.unbind() if parameter.ndim == 3 else ()
+        experts = name.rpartition(".")[2] in ("w13_weight", "w2_weight")
+        slices = parameter.data.unbind() if experts else ()
         plain = name.replace(".base_layer.", ".")  # vLLM puts a layer into one that applies adapters
         found |= {f"{plain}.{n}": part for n, part in enumerate(slices)} or {plain: parameter.data}
     return found
@@ -294,6 +304,18 @@ def _check_on_cpu(config: PretrainedConfig) -> None:
             f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "
             "choose a model with a multiple of 32"
         )
+
+
+def _plain_delta_nets() -> None:
+    """Compute gated delta nets in torch. Raises ConfigError if this vLLM has none for a CPU."""
+    try:  # vLLM 0.26 does not have what the module imports, and other models do not need it
+        module = importlib.import_module("megatron_stppo.rollout.vllm.cpu_delta_net")
+    except ImportError:
+        raise ConfigError(
+            f"vllm={vllm.__version__}: it cannot serve a model with gated delta nets on a CPU; install "
+            f"{next(iter(TESTED_ENGINES))}"
+        ) from None
+    module.plain_delta_nets()
 
 
 def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import numpy as np
 from gguf import GGUFReader
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.hf_fields import FAMILIES, LLAMA3
+from megatron_stppo.weights.sharding.families import FAMILIES
+from megatron_stppo.weights.sharding.hf_fields import LLAMA3
 
 # llama.cpp's names of the architectures. A llama with experts is Mixtral.
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}

@@ -11,65 +11,14 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.weights.sharding.families import FAMILIES, KINDS, TEXT_PARTS, Family
 
 REMEDY = "give model.path a Hugging Face checkpoint folder"
 
 
-class Family(NamedTuple):
-    """The differences between a model family and Llama."""
-
-    architecture: str  # the class of transformers
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    experts: bool = False
-    ffn: str = "intermediate_size"  # field of config.json with the number of rows of a gate projection
-    renormalises: bool = True  # the weights of a token's experts; False: as norm_topk_prob says
-    mlp: str = "mlp"
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    free_head_dim: bool = True  # False: vLLM always computes with hidden_size / num_attention_heads
-    missing: Mapping[str, Any] = MappingProxyType({})  # values of missing fields, instead of those in MISSING
-    sliding: str = "sliding_window"  # the field that turns sliding windows on
-
-
-QWEN = "use_sliding_window"
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM", missing={"max_position_embeddings": 2048}),
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        experts=True,
-        mlp="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
-        missing={
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "max_position_embeddings": 131072,
-        },
-    ),
-    "qwen2": Family(  # and Qwen2.5
-        "Qwen2ForCausalLM",
-        qkv_bias=True,
-        free_head_dim=False,
-        missing={"num_key_value_heads": 32},
-        sliding=QWEN,
-    ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", qk_norm=True, missing={"num_key_value_heads": 32, "head_dim": 128}, sliding=QWEN
-    ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        qk_norm=True,
-        experts=True,
-        ffn="moe_intermediate_size",
-        renormalises=False,
-        missing={"num_key_value_heads": 4},
-        sliding=QWEN,
-    ),
-}
 # Fields that may be missing, and the values that transformers uses then. None: follows from other fields.
 MISSING: dict[str, Any] = {
     "num_key_value_heads": None,
@@ -104,7 +53,18 @@ PLAIN: dict[str, Any] = {
     "rotary_emb_base": None,
     "mrope_section": None,
     "xdrope_section": None,
+    "attn_output_gate": True,
+    "output_gate_type": "silu",
 }
+# Fields beside text_config that are read, if text_config does not have them
+OUTER = (
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "quantization_config",
+    "compression_config",
+    "tie_word_embeddings",
+)
 # Llama 3's scaled rotary embeddings: in megatron these values are constants, and only the factor can be set.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -123,11 +83,56 @@ def read_fields(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder}: config.json is not JSON in UTF-8 ({error}); {REMEDY}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{folder}: config.json holds {type(raw).__name__}, not an object; {REMEDY}")
+    raw = text_fields(folder, raw)
     name = raw.get("model_type")
     if name not in FAMILIES:
         raise ConfigError(f"{folder}: model_type={name!r} is not supported; choose one of {sorted(FAMILIES)}")
     _check_plain(folder, raw, FAMILIES[name])
     return MISSING | dict(FAMILIES[name].missing) | raw
+
+
+def text_fields(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model: those of text_config, if config.json is of a model with images.
+
+    Fields that both parts may have are taken from text_config, as transformers' text model does. Raises
+    ConfigError if it is missing, or if the two contradict each other.
+    """
+    if raw.get("model_type") not in TEXT_PARTS:
+        return dict(raw)
+    text, kind = raw.get("text_config"), TEXT_PARTS[raw["model_type"]]
+    if not isinstance(text, dict):
+        raise ConfigError(f"{folder}: config.json has no text_config; fetch the file again")
+    if text.get("model_type", kind) != kind:
+        raise ConfigError(
+            f"{folder}: text_config.model_type={text['model_type']!r} is not supported with "
+            f"model_type={raw['model_type']!r}; it must be {kind!r}"
+        )
+    outer = {name: raw[name] for name in OUTER if raw.get(name) is not None}
+    for name in outer.keys() & text.keys() - {"dtype", "torch_dtype", "architectures"}:
+        if text[name] not in (None, outer[name]):
+            raise ConfigError(
+                f"{folder}: config.json has {name}={outer[name]!r}, and {text[name]!r} in text_config; "
+                "remove one of them"
+            )
+    own = {name: value for name, value in text.items() if value is not None}
+    return outer | own | {"model_type": kind, "architectures": [FAMILIES[kind].architecture]}
+
+
+def layer_kinds(folder: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return layer_types of a family with gated delta nets, or what follows from full_attention_interval.
+
+    Raises ConfigError if the list has another length than the model has layers, or an unknown type.
+    """
+    layers, kinds = count_of(folder, given, "num_hidden_layers"), given.get("layer_types")
+    if kinds is None:
+        interval = count_of(folder, given, "full_attention_interval")
+        return tuple(KINDS[(layer + 1) % interval > 0] for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(KINDS):
+        raise ConfigError(
+            f"{folder}: layer_types={kinds!r} is not supported; it must have one of {[*KINDS]} for each of "
+            f"the {layers} layers"
+        )
+    return tuple(kinds)
 
 
 def count_of(folder: Path, raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -177,13 +182,17 @@ def _check_plain(folder: Path, raw: Mapping[str, Any], family: Family) -> None:
             "read without their scales; use the model's folder in bfloat16, or dequantise it"
         )
     off = {"sliding_window"} - {family.sliding} | ({"qkv_bias"} if family.qkv_bias else set())
+    off |= {"partial_rotary_factor", "mrope_section"} if family.delta_net else set()
+    if raw.get("output_gate_type") == "swish":  # another name of silu
+        off |= {"output_gate_type"}
     for name, plain in PLAIN.items():
         value = raw.get(name)
         if value not in (None, plain) and name not in off:
             raise ConfigError(
                 f"{folder}: {name}={value!r} is not supported; use a checkpoint with {name}={plain!r}"
             )
-    check_only(folder, raw, "layer_types", "full_attention")
+    if not family.delta_net:
+        check_only(folder, raw, "layer_types", "full_attention")
 
 
 def check_only(folder: Path, raw: Mapping[str, Any], name: str, known: str) -> None:
@@ -204,11 +213,32 @@ def rope_settings(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{folder}: config.json's {field} is {rope!r}, not an object; {REMEDY}")
     longest = "original_max_position_embeddings"
     outer = {longest: raw[longest]} if longest in raw else {}
+    if FAMILIES[raw["model_type"]].delta_net:
+        rope = {"partial_rotary_factor": raw["partial_rotary_factor"], **_known(rope)}
     return {"rope_theta": raw["rope_theta"], longest: raw["max_position_embeddings"]} | rope | outer
 
 
-def rope_factor(folder: Path, rope: Mapping[str, Any]) -> float | None:
+def _known(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those that only position images, and without those that are null."""
+    image = ("mrope_section", "mrope_interleaved")  # a text's three positions are equal
+    return {name: value for name, value in rope.items() if name not in image and value is not None}
+
+
+def rotary_share(folder: Path, rope: Mapping[str, Any], head_dim: int) -> float:
+    """Return the share of a head that is rotated. Raises ConfigError unless that is an even number >= 2."""
+    share = rate_of(folder, rope, "partial_rotary_factor") if "partial_rotary_factor" in rope else 1.0
+    if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) < 2:
+        raise ConfigError(
+            f"{folder}: partial_rotary_factor={share} of head_dim={head_dim} is not supported; use a "
+            "checkpoint that rotates whole pairs of elements"
+        )
+    return share
+
+
+def rope_factor(folder: Path, rope: Mapping[str, Any], allow_partial: bool = False) -> float | None:
     """Return the factor of Llama 3's scaling, or None for plain rotary embeddings.
+
+    allow_partial: whether only a share of a head may be rotated.
 
     Raises ConfigError for any other kind of scaling.
     """
@@ -219,7 +249,8 @@ def rope_factor(folder: Path, rope: Mapping[str, Any]) -> float | None:
         )
     used = {"factor", *LLAMA3} if kind == "llama3" else {"original_max_position_embeddings"}
     for name in rope.keys() - used - {"rope_type", "type", "rope_theta"}:
-        if rope[name] is not None and (name, rope[name]) != ("partial_rotary_factor", 1.0):
+        partial = name == "partial_rotary_factor" and (rope[name] == 1.0 or allow_partial)
+        if rope[name] is not None and not partial:
             raise ConfigError(
                 f"{folder}: {name}={rope[name]!r} of rope_type={kind!r} is not supported; use a checkpoint "
                 "without it"

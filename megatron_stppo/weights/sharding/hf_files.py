@@ -1,11 +1,14 @@
 """The safetensors files of a Hugging Face folder: which tensor is in which file, and their types and shapes.
 
+Some folders have other names than those of hf_names.py: the text model is a part of a model with images, or
+one tensor holds the projections of all experts. `entries` has one entry for each tensor of hf_names.py.
 Does not import torch.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +22,22 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE = 1 << 24  # bytes that are compared at once
 
 
+TEXT = "model.language_model."  # prefix of the text model in a model with images
+JOINED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
+
+
 class Entry(NamedTuple):
-    """A tensor of a file. Example: Entry(Path("m/model.safetensors"), "BF16", (151936, 896))."""
+    """A tensor, which is the whole or a part of a file's tensor `key`.
+
+    Example: Entry(Path("model.safetensors"), "BF16", (512, 2048), "model.layers.0.mlp.experts.gate_up_proj",
+    (3, 512)) has the rows 512..1023 of the fourth expert's matrix.
+    """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    key: str
+    part: tuple[int, int] | None = None  # index of the expert, and the first of its rows; None: the whole
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -67,13 +80,30 @@ def entries(folder: Path) -> dict[str, Entry]:
                             "file; fetch both again"
                         )
                     view = file.get_slice(key)
-                    found[key] = Entry(path, view.get_dtype(), tuple(view.get_shape()))
+                    found |= _named(Entry(path, view.get_dtype(), tuple(view.get_shape()), key))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None
-    absent = sorted(named.keys() - found.keys()) if named is not None else []
+    present = {entry.key for entry in found.values()}
+    absent = sorted(named.keys() - present) if named is not None else []
     if absent:
         raise ConfigError(f"{folder}: no file has the tensor {absent[0]!r} of {INDEX}; fetch both again")
     return found
+
+
+def _named(entry: Entry) -> dict[str, Entry]:
+    """Return the tensors of hf_names.py that a file's tensor holds; under its own name if there are none."""
+    name = entry.key.replace(TEXT, "model.", 1) if entry.key.startswith(TEXT) else entry.key
+    joined = JOINED.fullmatch(name)
+    if joined is None or len(entry.shape) != 3:
+        return {name: entry}
+    experts, rows, columns = entry.shape
+    linears = ("gate_proj", "up_proj") if joined[2] == "gate_up_proj" else ("down_proj",)
+    each = rows // len(linears)
+    return {
+        f"{joined[1]}{expert}.{linear}.weight": entry._replace(shape=(each, columns), part=(expert, n * each))
+        for expert in range(experts)
+        for n, linear in enumerate(linears)
+    }
 
 
 def head_of_critic(folder: Path) -> Head:
@@ -83,11 +113,11 @@ def head_of_critic(folder: Path) -> Head:
     return "value" if shapes == [(1,), (1,)] else "none"
 
 
-def same_bytes(first: tuple[str, Entry], second: tuple[str, Entry]) -> bool:
-    """Return whether two tensors, given by name and entry, have the same type, shape and bytes."""
-    if first[1][1:] != second[1][1:]:
+def same_bytes(first: Entry, second: Entry) -> bool:
+    """Return whether two whole tensors have the same type, shape and bytes."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    pairs = zip(_pieces(first[1].path, first[0]), _pieces(second[1].path, second[0]), strict=True)
+    pairs = zip(_pieces(first.path, first.key), _pieces(second.path, second.key), strict=True)
     return all(a == b for a, b in pairs)
 
 

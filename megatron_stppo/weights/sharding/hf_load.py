@@ -74,9 +74,11 @@ def _with_arguments(template: Any, arguments: Mapping[str, bool | int | float | 
 
 
 def load_config(folder: Path) -> PretrainedConfig:
-    """Return the configuration. Raises ConfigError if transformers refuses config.json."""
+    """Return the configuration; that of the text model, if the model has images too.
+
+    Raises ConfigError if transformers refuses config.json."""
     with _one_line(folder, "config.json"):
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
 
 
 def load_generation(folder: Path) -> GenerationConfig | None:

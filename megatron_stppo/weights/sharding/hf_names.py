@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.weights.sharding.delta_net import DeltaNet
+from megatron_stppo.weights.sharding.families import FAMILIES
 from megatron_stppo.weights.sharding.hf_fields import (
-    FAMILIES,
     count_of,
     experts_field,
     flag_of,
+    layer_kinds,
     rate_of,
     read_fields,
     rope_factor,
     rope_settings,
+    rotary_share,
 )
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -54,6 +57,30 @@ class ModelShape:
     experts: int = 0  # per layer; 0: a dense model
     experts_per_token: int = 0
     renormalised: bool = True  # True: softmax over the chosen experts of a token; False: over all experts
+    kinds: tuple[str, ...] = ()  # of each layer, see KINDS in hf_fields.py; (): all are attention
+    delta_net: DeltaNet | None = None  # sizes of the layers that are gated delta nets
+    output_gate: bool = False  # attention is multiplied by sigmoid of a gate, whose rows are in q_proj
+    offset_norm: bool = False  # norms multiply by 1 + weight, except that of a gated delta net
+    rotary_share: float = 1.0  # of a head, that is rotated
+    shared_ffn: int = 0  # of the expert that all tokens pass through; 0: there is none
+
+    @property
+    def recurrent_layers(self) -> int:
+        """The number of layers that are gated delta nets."""
+        return self.kinds.count("linear_attention")
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers - self.recurrent_layers
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of q_proj: the queries of all heads, and their gates."""
+        return self.heads * self.head_dim * (2 if self.output_gate else 1)
+
+    def delta_net_of(self, layer: int) -> DeltaNet | None:
+        """Return the sizes of a layer that is a gated delta net; None for attention."""
+        return self.delta_net if self.kinds and self.kinds[layer] == "linear_attention" else None
 
     def padded_vocab(self, tensor: int) -> int:
         """Return the rows that megatron allocates: `vocab` rounded up to a multiple of 128 * tensor."""
@@ -72,6 +99,15 @@ class ModelShape:
         gate, up, down = (f"{prefix}{name}.weight" for name in FAMILIES[self.family].projections)
         return gate, up, down
 
+    def shared(self, layer: int) -> tuple[str, str, str]:
+        """Return the names of the shared expert's gate, up and down projections."""
+        prefix = f"{self.mlp_prefix(layer)}shared_expert."
+        return f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight", f"{prefix}down_proj.weight"
+
+    def shared_gate(self, layer: int) -> str:
+        """Return the name of the row whose product with a token gates the shared expert."""
+        return self.mlp_prefix(layer) + "shared_expert_gate.weight"
+
 
 def read_shape(folder: Path) -> ModelShape:
     """Read folder/config.json. Raises ConfigError if it is missing or the model is not supported."""
@@ -85,6 +121,21 @@ def read_shape(folder: Path) -> ModelShape:
             f"{folder}: head_dim={head_dim} of model_type={name!r} is not supported, vLLM computes with "
             f"hidden_size / num_attention_heads = {hidden // heads}; use a checkpoint with that head_dim"
         )
+    delta_net = None
+    if family.delta_net:
+        delta_net = DeltaNet(
+            key_heads=count("linear_num_key_heads"),
+            value_heads=count("linear_num_value_heads"),
+            key_dim=count("linear_key_head_dim"),
+            value_dim=count("linear_value_head_dim"),
+            width=count("linear_conv_kernel_dim"),
+            joined=family.joined,
+        )
+        if delta_net.value_heads % delta_net.key_heads:
+            raise ConfigError(
+                f"{folder}: linear_num_value_heads={delta_net.value_heads} must be a multiple of "
+                f"linear_num_key_heads={delta_net.key_heads}; fetch config.json again"
+            )
     return ModelShape(
         family=name,
         layers=count("num_hidden_layers"),
@@ -98,12 +149,18 @@ def read_shape(folder: Path) -> ModelShape:
         rope_theta=rate_of(folder, rope, "rope_theta"),
         norm_eps=rate_of(folder, given, "rms_norm_eps"),
         max_positions=count("max_position_embeddings"),
-        rope_factor=rope_factor(folder, rope),
+        rope_factor=rope_factor(folder, rope, family.delta_net),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         experts=count(experts_field(folder, given)) if family.experts else 0,
         experts_per_token=count("num_experts_per_tok") if family.experts else 0,
         renormalised=family.renormalises or flag_of(folder, given, "norm_topk_prob"),
+        kinds=layer_kinds(folder, given) if family.delta_net else (),
+        delta_net=delta_net,
+        output_gate=family.output_gate,
+        offset_norm=family.offset_norm,
+        rotary_share=rotary_share(folder, rope, head_dim) if family.delta_net else 1.0,
+        shared_ffn=count("shared_expert_intermediate_size") if family.shared_expert else 0,
     )
 
 
@@ -115,23 +172,36 @@ def hf_shapes(shape: ModelShape, head: Head = "vocabulary") -> dict[str, tuple[i
         shapes[HEAD] = (c.vocab, c.hidden)
     if head == "value":
         shapes |= {VALUE: (1, c.hidden), VALUE_BIAS: (1,)}
-    rows = {"q_proj": c.heads * c.head_dim, "k_proj": c.kv_heads * c.head_dim}
-    rows["v_proj"] = rows["k_proj"]
     for layer in range(c.layers):
-        prefix = f"model.layers.{layer}."
-        for name, size in rows.items():
-            shapes[f"{prefix}self_attn.{name}.weight"] = (size, c.hidden)
-            if c.qkv_bias:
-                shapes[f"{prefix}self_attn.{name}.bias"] = (size,)
-        if c.qk_norm:
-            shapes[f"{prefix}self_attn.q_norm.weight"] = (c.head_dim,)
-            shapes[f"{prefix}self_attn.k_norm.weight"] = (c.head_dim,)
-        shapes[f"{prefix}self_attn.o_proj.weight"] = (c.hidden, rows["q_proj"])
+        prefix, net = f"model.layers.{layer}.", c.delta_net_of(layer)
+        shapes |= _attention(c, prefix + "self_attn.") if net is None else {}
+        shapes |= net.shapes(prefix + "linear_attn.", c.hidden) if net is not None else {}
         if c.experts:
             shapes[c.router(layer)] = (c.experts, c.hidden)
         for expert in range(c.experts or 1):
-            gate, up, down = c.projections(layer, expert)
-            shapes |= {gate: (c.ffn, c.hidden), up: (c.ffn, c.hidden), down: (c.hidden, c.ffn)}
+            shapes |= _projections(c.projections(layer, expert), c.ffn, c.hidden)
+        if c.shared_ffn:
+            shapes |= _projections(c.shared(layer), c.shared_ffn, c.hidden)
+            shapes[c.shared_gate(layer)] = (1, c.hidden)
         shapes[f"{prefix}input_layernorm.weight"] = hidden
         shapes[f"{prefix}post_attention_layernorm.weight"] = hidden
     return shapes
+
+
+def _attention(c: ModelShape, prefix: str) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    keys = c.kv_heads * c.head_dim
+    for name, size in {"q_proj": c.query_rows, "k_proj": keys, "v_proj": keys}.items():
+        shapes[f"{prefix}{name}.weight"] = (size, c.hidden)
+        if c.qkv_bias:
+            shapes[f"{prefix}{name}.bias"] = (size,)
+    if c.qk_norm:
+        shapes[f"{prefix}q_norm.weight"] = (c.head_dim,)
+        shapes[f"{prefix}k_norm.weight"] = (c.head_dim,)
+    shapes[f"{prefix}o_proj.weight"] = (c.hidden, c.heads * c.head_dim)
+    return shapes
+
+
+def _projections(names: tuple[str, str, str], ffn: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    gate, up, down = names
+    return {gate: (ffn, hidden), up: (ffn, hidden), down: (hidden, ffn)}

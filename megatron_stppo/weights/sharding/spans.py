@@ -6,6 +6,7 @@ use these three descriptions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -30,6 +31,7 @@ EXPERT = {
 # w2 is Mixtral's down projection; of an adapter B A, A has the columns
 ROW_PARALLEL = (
     "o_proj.weight",
+    "out_proj.weight",  # of a gated delta net
     "down_proj.weight",
     "w2.weight",
     "o_proj.lora_A.weight",
@@ -62,7 +64,8 @@ def training_spans(
             )
         for local, layer in enumerate(layers):
             source, target = f"model.layers.{layer}.", f"{prefix}decoder.layers.{local}."
-            spans |= _training_layer(shape, layout.tensor, tensor, source, target, spec)
+            spans |= _training_mixer(shape, layer, layout.tensor, tensor, source, target)
+            spans |= _norms(shape, source, target, spec)
             spans |= _training_mlp(shape, layout, rank, layer, target + "mlp.", spec)
         if (stage, chunk) != (layout.pipeline - 1, layout.virtual - 1):
             continue
@@ -83,48 +86,54 @@ def chunk_prefix(virtual: int, chunk: int) -> str:
     return f"{chunk}." if virtual > 1 else ""
 
 
-def _training_layer(
-    shape: ModelShape, size: int, tensor: int, source: str, target: str, spec: LayerSpec
-) -> dict[str, tuple[Span, ...]]:
-    heads, fused = shape.heads * shape.head_dim // size, spec == "transformer_engine"
-    norms = (
+def _norms(shape: ModelShape, source: str, target: str, spec: LayerSpec) -> dict[str, tuple[Span, ...]]:
+    fused = spec == "transformer_engine"
+    names = (
         "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight",
         "mlp.linear_fc1.layer_norm_weight" if fused and not shape.experts else "pre_mlp_layernorm.weight",
     )
-    spans = {
-        target + "self_attention.linear_proj.weight": tile(
-            1, [(source + "self_attn.o_proj.weight", tensor * heads, heads)]
-        ),
-        target + norms[0]: whole(source + "input_layernorm.weight", shape.hidden),
-        target + norms[1]: whole(source + "post_attention_layernorm.weight", shape.hidden),
+    return {
+        target + names[0]: whole(source + "input_layernorm.weight", shape.hidden),
+        target + names[1]: whole(source + "post_attention_layernorm.weight", shape.hidden),
     }
+
+
+def _training_mixer(
+    shape: ModelShape, layer: int, size: int, tensor: int, source: str, target: str
+) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of a layer's attention or gated delta net."""
+    net, target = shape.delta_net_of(layer), target + "self_attention."
+    if net is not None:
+        return net.training_spans(source + "linear_attn.", target, size, tensor)
+    heads, source = shape.heads * shape.head_dim // size, source + "self_attn."
+    spans = {target + "linear_proj.weight": tile(1, [(source + "o_proj.weight", tensor * heads, heads)])}
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
-        spans[target + f"self_attention.linear_qkv.{kind}"] = _grouped_qkv(
-            shape, size, tensor, source + "self_attn.", kind
-        )
+        spans[f"{target}linear_qkv.{kind}"] = _grouped_qkv(shape, size, tensor, source, kind)
     for x in "qk" if shape.qk_norm else "":
-        spans[target + f"self_attention.{x}_layernorm.weight"] = whole(
-            source + f"self_attn.{x}_norm.weight", shape.head_dim
-        )
+        spans[f"{target}{x}_layernorm.weight"] = whole(f"{source}{x}_norm.weight", shape.head_dim)
     return spans
 
 
 def _grouped_qkv(shape: ModelShape, size: int, tensor: int, prefix: str, kind: str) -> tuple[Span, ...]:
-    """Return the spans of megatron's linear_qkv: the query heads, key and value of each KV group.
+    """Return the spans of megatron's linear_qkv: query heads, their gates, key and value of each KV group.
 
     The rows are divided evenly over the tensor axis. With more tensor ranks than KV groups, a boundary may be
     anywhere inside a group (megatron gathers the activations of the group). A rank may then hold only query
     rows, or a part of a key.
     """
-    dim, queries = shape.head_dim, shape.heads // shape.kv_heads * shape.head_dim
-    parts: list[Part] = []
+    dim, heads = shape.head_dim, shape.heads // shape.kv_heads
+    q_proj, parts = f"{prefix}q_proj.{kind}", list[Part]()
     for group in range(shape.kv_heads):
+        if shape.output_gate:  # q_proj has the queries of a head, then its gate, then the next head
+            for half in (0, dim):
+                parts += [(q_proj, 2 * dim * (group * heads + n) + half, dim) for n in range(heads)]
+        else:
+            parts.append((q_proj, group * heads * dim, heads * dim))
         parts += [
-            (f"{prefix}q_proj.{kind}", group * queries, queries),
             (f"{prefix}k_proj.{kind}", group * dim, dim),
             (f"{prefix}v_proj.{kind}", group * dim, dim),
         ]
-    rows = (shape.heads + 2 * shape.kv_heads) * dim // size
+    rows = (shape.query_rows + 2 * shape.kv_heads * dim) // size
     return cut(tile(0, parts), tensor * rows, rows)
 
 
@@ -139,27 +148,33 @@ def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str,
     if not shape.tied:
         spans[HEAD] = _vocabulary(HEAD, shape, padded, tensor, tensor_size)
     spans[NORM] = whole(NORM, shape.hidden)
-    queries = shape.heads // tensor_size * shape.head_dim
-    keys = max(1, shape.kv_heads // tensor_size) * shape.head_dim
-    key_rank = tensor // max(1, tensor_size // shape.kv_heads)
     for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}."
-        attention = prefix + "self_attn."
-        for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
-            parts = [
-                (f"{attention}q_proj.{kind}", tensor * queries, queries),
-                (f"{attention}k_proj.{kind}", key_rank * keys, keys),
-                (f"{attention}v_proj.{kind}", key_rank * keys, keys),
-            ]
-            spans[f"{attention}qkv_proj.{kind}"] = tile(0, parts)
-        spans[attention + "o_proj.weight"] = tile(
-            1, [(attention + "o_proj.weight", tensor * queries, queries)]
-        )
+        prefix, net = f"model.layers.{layer}.", shape.delta_net_of(layer)
+        if net is None:
+            spans |= _serving_attention(shape, prefix + "self_attn.", tensor_size, tensor)
+        else:
+            spans |= net.serving_spans(prefix + "linear_attn.", tensor_size, tensor)
         spans |= _serving_mlp(shape, layer, tensor_size, tensor)
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             spans[prefix + norm] = whole(prefix + norm, shape.hidden)
-        for x in "qk" if shape.qk_norm else "":
-            spans[f"{attention}{x}_norm.weight"] = whole(f"{attention}{x}_norm.weight", shape.head_dim)
+    return spans
+
+
+def _serving_attention(shape: ModelShape, prefix: str, size: int, tensor: int) -> dict[str, tuple[Span, ...]]:
+    queries, heads = shape.query_rows // size, shape.heads * shape.head_dim // size
+    keys = max(1, shape.kv_heads // size) * shape.head_dim
+    key_rank = tensor // max(1, size // shape.kv_heads)
+    spans = {}
+    for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
+        parts = [
+            (f"{prefix}q_proj.{kind}", tensor * queries, queries),
+            (f"{prefix}k_proj.{kind}", key_rank * keys, keys),
+            (f"{prefix}v_proj.{kind}", key_rank * keys, keys),
+        ]
+        spans[f"{prefix}qkv_proj.{kind}"] = tile(0, parts)
+    spans[prefix + "o_proj.weight"] = tile(1, [(prefix + "o_proj.weight", tensor * heads, heads)])
+    for x in "qk" if shape.qk_norm else "":
+        spans[f"{prefix}{x}_norm.weight"] = whole(f"{prefix}{x}_norm.weight", shape.head_dim)
     return spans
 
 
@@ -174,13 +189,17 @@ def _training_mlp(
     names: tuple[str, ...]
     if not shape.experts:
         names = (target + "linear_fc1.weight", target + "linear_fc2.weight")
-        return _mlp(shape, layer, None, tensor, ffn, names)
+        return _mlp(shape.projections(layer), tensor, ffn, names)
     spans = {target + "router.weight": whole(shape.router(layer), shape.experts)}
     each = shape.experts // layout.expert
     for local in range(each):
         names = tuple(target + EXPERT[spec].format(expert=local, linear=f"linear_fc{i}") for i in (1, 2))
         expert = layout.expert_rank(rank) * each + local
-        spans |= _mlp(shape, layer, expert, tensor, ffn, names)
+        spans |= _mlp(shape.projections(layer, expert), tensor, ffn, names)
+    if shape.shared_ffn:
+        names = tuple(f"{target}shared_experts.linear_fc{i}.weight" for i in (1, 2))
+        spans |= _mlp(shape.shared(layer), tensor, shape.shared_ffn // layout.tensor, names)
+        spans[f"{target}shared_experts.gate_weight"] = whole(shape.shared_gate(layer), 1)
     return spans
 
 
@@ -190,23 +209,29 @@ def _serving_mlp(shape: ModelShape, layer: int, size: int, tensor: int) -> dict[
     vLLM stacks the experts in one tensor; here each expert's slice has a name that ends with its number.
     """
     prefix, ffn = shape.mlp_prefix(layer), shape.ffn // size
+    names: tuple[str, ...]
     if not shape.experts:
         names = (prefix + "gate_up_proj.weight", prefix + "down_proj.weight")
-        return _mlp(shape, layer, None, tensor, ffn, names)
+        return _mlp(shape.projections(layer), tensor, ffn, names)
     spans = {shape.router(layer): whole(shape.router(layer), shape.experts)}
     stacks = prefix + "experts.routed_experts."
     for expert in range(shape.experts):
         names = (f"{stacks}w13_weight.{expert}", f"{stacks}w2_weight.{expert}")
-        spans |= _mlp(shape, layer, expert, tensor, ffn, names)
+        spans |= _mlp(shape.projections(layer, expert), tensor, ffn, names)
+    if shape.shared_ffn:
+        names = tuple(f"{prefix}shared_expert.{name}_proj.weight" for name in ("gate_up", "down"))
+        spans |= _mlp(shape.shared(layer), tensor, shape.shared_ffn // size, names)
+        spans[shape.shared_gate(layer)] = whole(shape.shared_gate(layer), 1)
     return spans
 
 
 def _mlp(
-    shape: ModelShape, layer: int, expert: int | None, tensor: int, rows: int, names: tuple[str, ...]
+    projections: tuple[str, str, str], tensor: int, rows: int, names: tuple[str, ...]
 ) -> dict[str, tuple[Span, ...]]:
     """Return the spans of the two tensors `names`: this rank's rows of gate, then of up; and this rank's
-    columns of down. megatron and vLLM use the same arrangement."""
-    gate, up, down = shape.projections(layer, expert)
+    columns of down, of the layer's or an expert's `projections`. megatron and vLLM use the same
+    arrangement."""
+    gate, up, down = projections
     return {
         names[0]: tile(0, [(key, tensor * rows, rows) for key in (gate, up)]),
         names[1]: tile(1, [(down, tensor * rows, rows)]),
@@ -249,7 +274,7 @@ def row_widths(shape: ModelShape) -> dict[str, int]:
 
 def widths_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Return {hf_key: number of elements per index of the sharded dimension} of tensors of these shapes."""
-    return {key: size[1 - shard_dim(key)] if len(size) == 2 else 1 for key, size in shapes.items()}
+    return {key: math.prod(size) // size[shard_dim(key)] for key, size in shapes.items()}
 
 
 def _vocabulary(key: str, shape: ModelShape, padded: int, tensor: int, size: int) -> tuple[Span, ...]:

@@ -11,7 +11,7 @@ from megatron_stppo.algorithm.variants import VARIANTS
 from tests.rollout.vllm.tiny import build_model
 from tests.training.loop import small_run
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral")
+FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 LAYOUTS = {
     "tensor": ("parallel.tensor=2",),
     "sequence": ("parallel.tensor=2", "parallel.sequence=true"),
@@ -21,11 +21,13 @@ LAYOUTS = {
     "distributed optimizer": ("parallel.tensor=1", "update.actor.distributed=true"),
     "engine on both ranks": ("parallel.tensor=1", "rollout.engine_tensor=2"),
 }
+MIXTURES = ("qwen3_moe", "mixtral", "qwen3_5_moe")
 ONE, ADAPTERS = ("parallel.tensor=1",), ("model.lora.rank=4",)
 SERVED = (*ONE, "serving.replicas=1")
 RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, overrides)}
     **{f"{family}": (1, family, ONE) for family in FAMILIES},
-    **{f"{family}, experts": (2, family, LAYOUTS["sequence"]) for family in ("qwen3_moe", "mixtral")},
+    **{f"{family}, experts": (2, family, LAYOUTS["sequence"]) for family in FAMILIES if family in MIXTURES},
+    "gated delta nets on two ranks": (2, "qwen3_5", LAYOUTS["tensor"]),
     **{
         f"{family}, adapters {sync}": (1, family, (*ONE, *ADAPTERS, f"model.lora.sync={sync}"))
         for family in FAMILIES[:3]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_stppo.weights.sharding.families import KINDS
 from tests.ranks import run_ranks
 from tests.rollout.vllm import families
 from tests.rollout.vllm.tiny import CONTEXT, VOCABULARY, build_tokenizer, reference_logprobs
@@ -18,10 +19,13 @@ from tests.training.update.layouts import write_model
 CASES = {
     "llama": (1, {}, 1),
     "qwen3_moe": (2, {"expert": 2}, 2),  # experts whole on a training rank, cut on an engine rank
+    "qwen3_5": (1, {}, 1),
 }
 MORE = {
     "qwen2": (2, {"pipeline": 2}, 2),
     "mixtral": (1, {}, 1),
+    "qwen3_5_moe": (2, {"expert": 2}, 2),
+    "qwen3_next": (2, {"pipeline": 2}, 2),
 }
 # what an engine on a CPU can serve
 SIZES = {
@@ -37,7 +41,8 @@ SIZES = {
 @pytest.mark.parametrize("family", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_engine_serves_the_checkpoint_that_the_trainer_loaded(tmp_path: Path, family: str) -> None:
     world, parallel, engine_tensor = (CASES | MORE)[family]
-    write_model(tmp_path, family, **SIZES)
+    hybrid = family in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+    write_model(tmp_path, family, **SIZES | ({"layer_types": [*KINDS[::-1]]} if hybrid else {}))
     build_tokenizer().save_pretrained(tmp_path)
     seen = run_ranks(families.observe, world, tmp_path, parallel, engine_tensor)
     assert all(other == seen[0] for other in seen)

@@ -24,6 +24,19 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
 # the class prefix in transformers, and the family's settings besides the common sizes
 OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -31,6 +44,9 @@ OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", {}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
+    "qwen3_5": ("Qwen3_5", HYBRID),
+    "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | MIXTURE),
+    "qwen3_next": ("Qwen3Next", HYBRID | MIXTURE),
 }
 CORPUS = [
     "<search>capital of France</search> <information>Doc 1(Title: Paris) Paris is the capital of France.",
@@ -57,10 +73,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(folder: Path, family: str = "qwen3") -> None:
     tokenizer = build_tokenizer()
     prefix, special = OF_FAMILY[family]
-    config = getattr(transformers, f"{prefix}Config")(
+    text = "Text" if prefix.startswith("Qwen3_5") else ""
+    config = getattr(transformers, f"{prefix}{text}Config")(
         vocab_size=VOCABULARY,
         hidden_size=128 if family == "qwen2" else 64,  # vLLM divides it by the heads for Qwen2
-        intermediate_size=96,
+        **({} if family == "qwen3_5_moe" else {"intermediate_size": 96}),
         num_hidden_layers=LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,

@@ -25,6 +25,22 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA3}
+# three gated delta nets, then attention
+HYBRID: dict[str, Any] = {
+    "head_dim": 32,
+    "num_key_value_heads": 1,  # fewer than tensor ranks
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
+}
+MIXTURE: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 32,
+}
 # {family: (prefix of its classes in transformers, differences from SIZES)}
 OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"num_key_value_heads": 1, "rope_parameters": SCALED}),
@@ -35,6 +51,9 @@ OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
     ),
+    "qwen3_5": ("Qwen3_5", HYBRID),
+    "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | MIXTURE),
+    "qwen3_next": ("Qwen3Next", HYBRID | MIXTURE),
 }
 
 
@@ -45,12 +64,18 @@ def write_model(folder: Path, family: str = "qwen3", **changes: Any) -> None:
 
     torch.manual_seed(0)
     prefix, special = OF_FAMILY[family]
-    shape = getattr(transformers, f"{prefix}Config")(**(SIZES | special | changes))
+    sizes = SIZES | special | changes
+    if family == "qwen3_5_moe":  # its configuration has no such field
+        sizes = {name: value for name, value in sizes.items() if name != "intermediate_size"}
+    text = "Text" if prefix.startswith("Qwen3_5") else ""
+    shape = getattr(transformers, f"{prefix}{text}Config")(**sizes)
     model = getattr(transformers, f"{prefix}ForCausalLM")(shape).float()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.ndim == 1:  # change norms and biases from their initial ones and zeros
                 parameter.add_(0.1 * torch.sin(torch.arange(len(parameter)) + len(key)))
+            if key.endswith("A_log"):  # decays as a trained model has them; initial ones forget at once
+                parameter.copy_(torch.linspace(-3, 1, len(parameter)))
     model.save_pretrained(folder)
 
 

@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "tensor_sequence_pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2, "sequence": True}, False),
     "biases_tensor": ("qwen2", 2, {"tensor": 2}, False),
     "llama_tensor": ("llama", 2, {"tensor": 2}, False),
+    "delta_net": ("qwen3_5", 1, {}, False),
+    "delta_net_tensor_sequence": ("qwen3_5", 2, {"tensor": 2, "sequence": True}, False),
     "experts_over_all": ("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
 }
 MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
@@ -55,6 +57,13 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "experts_over_context": ("qwen3_moe", 2, {"expert": 2, "context": 2}, False),
     "experts_tensor_sequence": ("qwen3_moe", 2, {"tensor": 2, "sequence": True}, False),
     "untied_virtual_context": ("qwen2", 4, {"pipeline": 2, "virtual": 2, "context": 2}, False),
+    "delta_net_tensor": ("qwen3_5", 2, {"tensor": 2}, False),
+    "delta_net_virtual": ("qwen3_5", 2, {"pipeline": 2, "virtual": 2}, False),
+    "delta_net_data": ("qwen3_5", 2, {}, True),
+    "uneven_delta_net": ("qwen3_5", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
+    "delta_net_experts": ("qwen3_5_moe", 2, {"expert": 2}, False),
+    "delta_net_experts_tensor": ("qwen3_5_moe", 2, {"tensor": 2, "sequence": True}, False),
+    "joined_delta_net": ("qwen3_next", 2, {"pipeline": 2}, False),
     "uneven": ("llama", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
 }
 # recomputation of activations, which must not change any result

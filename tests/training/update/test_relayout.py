@@ -19,6 +19,7 @@ MOVES = [
     ("qwen3_moe", {}, {"expert": 2}, 0, "float32"),
     ("qwen3", {"pipeline": 2}, {"tensor": 2}, 4, "float32"),
     ("qwen3", {"tensor": 2}, {}, 0, "bfloat16"),
+    ("qwen3_5", {"tensor": 2}, {"pipeline": 2}, 0, "float32"),
 ]
 MORE = [
     ("qwen3", {"tensor": 2}, {}, 0, "float32"),
@@ -26,6 +27,8 @@ MORE = [
     ("qwen3_moe", {"expert": 2}, {"tensor": 2, "sequence": True}, 0, "float32"),
     ("qwen3", {"tensor": 2, "sequence": True}, {}, 4, "float32"),
     ("qwen3", {"context": 2}, {"pipeline": 2}, 0, "bfloat16"),
+    ("qwen3_5_moe", {"tensor": 2, "sequence": True}, {"expert": 2}, 0, "float32"),
+    ("qwen3_next", {}, {"tensor": 2, "sequence": True}, 0, "bfloat16"),
 ]
 
 
@@ -33,7 +36,7 @@ MORE = [
 def test_weights_and_states_are_bitwise_equal_and_the_next_step_is_equal_up_to_rounding(
     moves: list[Any], tmp_path: Path
 ) -> None:
-    for family in ("qwen3", "qwen3_moe"):
+    for family in {family for family, *_ in moves}:
         layouts.write_model(tmp_path / family, family)
     layouts.write_model(tmp_path / "other", "qwen3", initializer_range=0.2)
     counted = run_ranks(relayout.three_steps, 2, str(tmp_path), moves, timeout=280)

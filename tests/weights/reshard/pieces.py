@@ -36,8 +36,10 @@ def local_shape(spans, widths) -> tuple[int, ...]:
     rows = last.local + last.size
     keys = [span.hf_key for span in spans if span.hf_key != PADDING]
     width = widths[keys[0]] if keys else widths["model.embed_tokens.weight"]
-    if keys and keys[0].endswith((".bias", "norm.weight")):
+    if keys and keys[0].endswith((".bias", "norm.weight", "A_log", "dt_bias")):
         return (rows,)
+    if keys and keys[0].endswith("conv1d.weight"):
+        return (rows, 1, width)
     return (rows, width) if last.dim == 0 else (width, rows)
 
 

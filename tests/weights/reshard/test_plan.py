@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from hypothesis import strategies as st
 
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.reshard.plan import PlanError, RowCopy, buckets, digest, lower_bound
-from megatron_stppo.weights.sharding.hf_fields import FAMILIES
+from megatron_stppo.weights.sharding.delta_net import DeltaNet
+from megatron_stppo.weights.sharding.families import FAMILIES, KINDS
 from megatron_stppo.weights.sharding.hf_names import hf_shapes
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts, whole_spans
 from megatron_stppo.weights.sharding.tiles import PADDING, Span
@@ -48,8 +50,17 @@ def models_and_layouts(draw):
     family = draw(st.sampled_from(sorted(FAMILIES)))
     expert = draw(st.sampled_from([1, 2])) if FAMILIES[family].experts and layout.data == 2 else 1
     experts = expert * draw(st.sampled_from([1, 2, 3])) if FAMILIES[family].experts else 0
+    kinds, net = (), None
+    if FAMILIES[family].delta_net:
+        kinds = tuple(draw(st.sampled_from(KINDS)) for _ in range(layers))
+        groups = math.lcm(tensor, serving) * draw(st.sampled_from([1, 2]))
+        net = DeltaNet(groups, groups * draw(st.sampled_from([1, 3])), 2, 3, 4, FAMILIES[family].joined)
     shape = model_shape(
         family=family,
+        kinds=kinds,
+        delta_net=net,
+        output_gate=FAMILIES[family].output_gate,
+        shared_ffn=8 if FAMILIES[family].shared_expert else 0,
         layers=layers,
         hidden=draw(st.integers(1, 5)),
         heads=heads,

@@ -12,7 +12,8 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.hf_fields import FAMILIES, LLAMA3, MISSING, PLAIN
+from megatron_stppo.weights.sharding.families import FAMILIES, HYBRID
+from megatron_stppo.weights.sharding.hf_fields import LLAMA3, MISSING, PLAIN
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -25,7 +26,7 @@ SIZES = {
     "num_experts_per_tok": 2,
     "vocab_size": 300,
 }
-READ = {*SIZES, *MISSING, "num_experts", "num_local_experts", "rope_parameters", "layer_types"}
+READ = {*SIZES, *MISSING, *HYBRID, "num_experts", "num_local_experts", "rope_parameters", "layer_types"}
 UNUSED = {  # fields that do not change the log-probs of a model that is evaluated
     "attention_dropout",  # applied in training by transformers only; here there is no dropout
     "initializer_range",
@@ -39,7 +40,8 @@ UNUSED = {  # fields that do not change the log-probs of a model that is evaluat
 
 
 def read(folder: Path, family: str, **fields: Any) -> Any:
-    experts = {"qwen3_moe": {"num_experts": 4}, "mixtral": {"num_local_experts": 4}}.get(family, {})
+    name = "num_local_experts" if family == "mixtral" else "num_experts"
+    experts = {name: 4} if FAMILIES[family].experts else {}
     (folder / "config.json").write_text(json.dumps({"model_type": family} | SIZES | experts | fields))
     return read_shape(folder)
 
@@ -61,8 +63,19 @@ def test_a_missing_field_has_the_value_of_transformers(tmp_path: Path, family: s
     assert shape.norm_eps == theirs.rms_norm_eps
     assert shape.max_positions == theirs.max_position_embeddings
     assert shape.tied == theirs.tie_word_embeddings
-    if family == "qwen3_moe":
-        assert shape.renormalised == theirs.norm_topk_prob
+    if FAMILIES[family].experts:
+        assert shape.renormalised == getattr(theirs, "norm_topk_prob", True)
+    if (net := shape.delta_net) is not None:
+        assert list(shape.kinds) == theirs.layer_types
+        assert shape.rotary_share == theirs.rope_parameters["partial_rotary_factor"]
+        assert (net.key_heads, net.value_heads) == (
+            theirs.linear_num_key_heads,
+            theirs.linear_num_value_heads,
+        )
+        assert (net.key_dim, net.value_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
+        assert net.width == theirs.linear_conv_kernel_dim
+    if shape.shared_ffn:
+        assert shape.shared_ffn == theirs.shared_expert_intermediate_size
 
 
 @each_family

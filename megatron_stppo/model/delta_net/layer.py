@@ -1,0 +1,164 @@
+"""A gated delta net as a layer of megatron's models, in place of attention.
+
+megatron-core has one (ssm/gated_delta_net.py), which needs flash-linear-attention, has no packed sequences,
+and does not sum the gradient of its norm over tensor ranks without sequence parallelism.
+
+Under tensor parallelism a rank has some of the key heads, and the value heads that share them. Tokens that
+trajectories have in common are not shared, because each trajectory has a state of its own (pipeline.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import functional
+
+from megatron_stppo.model.delta_net.convolution import Convolution, wide
+from megatron_stppo.model.delta_net.rule import gated_delta_rule
+from megatron_stppo.model.delta_net.sequences import Sequences
+from megatron_stppo.weights.sharding.delta_net import MIXED, PARTS, DeltaNet
+
+EPS = 1e-6  # of the normalised queries and keys, in transformers and vLLM
+
+
+class Filter(torch.nn.Module):
+    """Holds the weight of the convolution, [channels of this rank, 1, width]."""
+
+    def __init__(self, channels: int, width: int, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = _sharded(torch.empty(channels, 1, width, dtype=config.params_dtype))
+
+
+class GatedNorm(torch.nn.Module):
+    """RMSNorm over a value head, times silu(gate). All tensor ranks hold the same weight."""
+
+    def __init__(self, size: int, config: TransformerConfig, group: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+        self.eps, self._group = config.layernorm_epsilon, group
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [P, heads of this rank, V]. Return their type; computed in float32 or better."""
+        # Each rank's heads give a part of the weight's gradient; the backward of this copy sums them.
+        weight = tensor_parallel.copy_to_tensor_model_parallel_region(self.weight, group=self._group)
+        high = x.to(wide(x.dtype))
+        normed = high * torch.rsqrt(high.square().mean(-1, keepdim=True) + self.eps)
+        scaled = normed.to(gate.dtype) * weight
+        return (scaled * functional.silu(gate.to(high.dtype))).to(gate.dtype)
+
+
+class GatedDeltaNet(MegatronModule):
+    """forward() takes [P, 1, H], a part of P under sequence parallelism, and returns the same shape."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        sizes: DeltaNet,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config)
+        assert pg_collection is not None
+        group = pg_collection.tp
+        self.sizes, self.tp_group = sizes, group
+        self._groups = sizes.key_heads // group.size()
+        heads = sizes.value_heads // group.size()
+        shared: dict[str, Any] = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "tp_group": group,
+        }
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size, sizes.count(PARTS), gather_output=False, **shared
+        )
+        self.out_proj = RowParallelLinear(
+            sizes.count("v"), config.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared
+        )
+        self.conv1d = Filter(sizes.count(MIXED) // group.size(), sizes.width, config)
+        self.A_log = _sharded(torch.zeros(heads, dtype=config.params_dtype))
+        self.dt_bias = _sharded(torch.zeros(heads, dtype=config.params_dtype))
+        self.norm = GatedNorm(sizes.value_dim, config, group)
+        if config.perform_initialization:
+            torch.nn.init.normal_(self.conv1d.weight, std=config.init_method_std)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        sequences = packed_seq_params.sequences
+        assert isinstance(sequences, Sequences)
+        projected, _ = self.in_proj(hidden_states)
+        selective = self.config.recompute_granularity == "selective"
+        if selective and torch.is_grad_enabled():
+            mixed = tensor_parallel.checkpoint(lambda x: self._mix(x, sequences), False, projected)
+        else:
+            mixed = self._mix(projected, sequences)
+        out: tuple[Tensor, Tensor | None] = self.out_proj(mixed)
+        return out
+
+    def _mix(self, projected: Tensor, sequences: Sequences) -> Tensor:
+        """Return [P, 1, value heads * V] of the projections [P, 1, rows]; P are all tokens."""
+        rows = self.sizes.rows
+        by_group = projected[:, 0].unflatten(1, (self._groups, -1))
+        mixed, gate, strength, decay = by_group.split(
+            [sum(rows[part] for part in MIXED), rows["z"], rows["b"], rows["a"]], dim=2
+        )
+        read = self._recurrent(mixed.flatten(1), strength.flatten(1), decay.flatten(1), sequences)
+        gate = gate.reshape(len(gate), -1, self.sizes.value_dim)
+        return self.norm(read, gate).flatten(1)[:, None]
+
+    def _recurrent(self, mixed: Tensor, strength: Tensor, decay: Tensor, sequences: Sequences) -> Tensor:
+        """Return what the tokens read from the states, [P, value heads, V] in float32 or better.
+
+        mixed [P, channels], strength and decay [P, value heads].
+        """
+        sizes, heads, high = self.sizes, len(self.A_log), wide(mixed.dtype)
+        y = functional.silu(Convolution.apply(mixed, self.conv1d.weight, sequences.position_P)).to(high)
+        rows = [sizes.rows[part] for part in MIXED]
+        q, k, v = y.unflatten(1, (self._groups, -1)).split(rows, dim=2)
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
+        each = sizes.value_heads // sizes.key_heads
+        q, k = ((x * scale).repeat_interleave(each, 1) for x, scale in ((q, sizes.key_dim**-0.5), (k, 1.0)))
+        v = v.reshape(len(v), heads, sizes.value_dim)
+        g = -self.A_log.to(high).exp() * functional.softplus(decay.to(high) + self.dt_bias.to(high))
+        return gated_delta_rule(q, k, v, g, strength.to(high).sigmoid(), sequences.chunks)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """Return megatron's description of this rank's shards. A shard has the rows of consecutive groups, so
+        that a checkpoint fits other numbers of tensor ranks."""
+        found: dict[str, Any] = {}
+        for name in ("in_proj", "out_proj"):
+            found |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+        own = {name: p for name, p in self.named_parameters() if not name.startswith(("in_", "out_"))}
+        split = {"conv1d.weight": 0, "A_log": 0, "dt_bias": 0}
+        return found | make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            split,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+def _sharded(values: Tensor) -> torch.nn.Parameter:
+    """Return a parameter of which every tensor rank has other rows."""
+    parameter = torch.nn.Parameter(values)
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+    return parameter
