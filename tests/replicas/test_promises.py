@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from megatron_stppo.checkpoint.step_folder import EPISODES
+from megatron_stppo.replicas.wire.episodes import decode_episodes, unpack_record
 from tests.documented import undocumented
 from tests.forking import stand_in
 from tests.training.loop import small_run
@@ -212,3 +214,34 @@ def test_the_audit_finds_a_planted_fault(run: Run, fault: str) -> None:
     given += ("run.evaluate_every=0",) if fault == "version" else ()
     planted = run(fault, *given, LATE="0.05", PLANT=fault)
     assert "FAILED: log-probs differ; " in start(["audit", str(planted)], status=1)
+
+
+def test_a_resumed_run_continues_the_turns_that_were_in_progress(run: Run) -> None:
+    """The checkpoint of the last iteration has episodes in progress, some of them within a turn."""
+    given = (*SERVED, *BUSY, "run.keep_every=1")
+    folder = run("continues", *given, "run.iterations=2", LATE="0.05")
+    content = (folder / "checkpoints" / "step_2" / EPISODES).read_bytes()
+    _, unfinished = decode_episodes(content)
+    turns = [t for one in unfinished for h in unpack_record(one.record) for t in h.turns]
+    assert any(turn.reason is None for turn in turns), "a turn that is not complete"
+    run("continues", *given, "run.iterations=5", "--resume", LATE="0.05")
+    played = [(t["token_ids"], t["rollout_logprob"], t["versions"]) for t in turns_of(folder)]
+    for turn in turns:
+        count = len(turn.token_ids)
+        assert any(
+            tuple(tokens[:count]) == turn.token_ids
+            and logprobs[:count] == pytest.approx(turn.logprobs, abs=1e-6)
+            and versions[0][0] == turn.versions[0][0]
+            for tokens, logprobs, versions in played
+        )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["adapter", "merged"])
+def test_replicas_pass_adapters_on_and_a_run_of_two_replicas_can_be_repeated(run: Run, sync: str) -> None:
+    given = ("serving.timeout=60", "serving.replicas=2", "model.lora.rank=4", f"model.lora.sync={sync}")
+    folder = run(f"lora-{sync}", *given, *BUSY, "run.iterations=5", LATE="0.05")
+    assert "passed; " in start(["audit", str(folder)], python=sys.executable)
+    start(["replay", str(folder), "--records", "journal", f"run.name=again-{sync}"], LATE="0.02")
+    again = folder.with_name(f"again-{sync}")
+    assert rows(again) == rows(folder) and weights(again, 5) == weights(folder, 5)
