@@ -82,23 +82,35 @@ class WeightTree:
     def is_moving(self) -> bool:
         return bool(self._moves)
 
-    def first(self, synced: bool = False) -> Hop | None:
+    def first(self, tensor: int = 0) -> Hop | None:
         """Return the transfer that the trainer must begin, if no replica has the version, or is getting it.
 
-        synced: only to a replica to which the trainer has sent weights before.
+        tensor: only to a replica of as many ranks to which the trainer has sent weights before; 0: to any.
         """
         if not self.is_stuck:
             return None
-        linked = {target for source, target in self._routes if source == TRAINER}
+        linked = self._linked(tensor)
         able = [name for name, node in self.nodes.items() if self._waits(node)]
-        if able and not synced and not linked & set(able) and linked and not self._is_late:
+        if linked and not linked & set(able) and not self._is_late:
             return None  # the one that is linked will soon be ready
-        name = next((n for n in able if n in linked), None if synced or not able else able[0])
+        name = next((n for n in able if n in linked), None if tensor or not able else able[0])
         return None if name is None else self._start(TRAINER, name)
 
-    def can_be_first(self) -> bool:
-        """Whether a replica to which the trainer has sent weights is left, and none has the version."""
-        return self.is_stuck and any(source == TRAINER for source, _ in self._routes)
+    def can_be_first(self, tensor: int) -> bool:
+        """Whether no replica has the version, and `first` will return a transfer for this number of ranks.
+
+        False if others have waited for too long.
+        """
+        others_wait = self._is_late and any(self._waits(node) for node in self.nodes.values())
+        return self.is_stuck and bool(self._linked(tensor)) and not others_wait
+
+    def routes(self) -> set[str]:
+        """Return the names of the routes of the trainer."""
+        return {route for (source, _), route in self._routes.items() if source == TRAINER}
+
+    def _linked(self, tensor: int) -> set[str]:
+        linked = (target for source, target in self._routes if source == TRAINER)
+        return {name for name in linked if tensor in (0, self.nodes[name].tensor)}
 
     def moves(self) -> Iterator[Hop]:
         """Yield the transfers between replicas that begin now."""

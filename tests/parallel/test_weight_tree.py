@@ -24,8 +24,8 @@ class World:
         for number in range(self.count):
             self.spread.nodes[f"r{number}"] = Node(1)
 
-    def start(self, *, synced: bool = False) -> None:
-        if first := self.spread.first(synced):
+    def start(self) -> None:
+        if first := self.spread.first():
             self.made.append(first)
         self.made += self.spread.moves()
 
@@ -96,7 +96,7 @@ def test_the_trainer_waits_a_moment_for_the_replica_to_which_it_is_connected() -
     world.spread.nodes["r1"].ready = 1
     assert world.spread.first() is None
     world.now += PATIENCE + 0.1
-    assert world.spread.first(synced=True) is None
+    assert world.spread.first(tensor=1) is None and not world.spread.can_be_first(1)
     assert world.spread.first() == Hop("route-3", TRAINER, "r1", 1)
 
 

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 from safetensors.torch import load_file
 
 from megatron_stppo.base.types import Task, Trajectory
@@ -28,7 +29,7 @@ from megatron_stppo.replicas.wire.messages import (
     Receive,
     Stop,
 )
-from megatron_stppo.replicas.wire.route import Route, Trained
+from megatron_stppo.replicas.wire.route import Route, Trained, tell_lost
 from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from megatron_stppo.weights.sharding.spans import row_widths, training_layouts
@@ -78,6 +79,18 @@ class Scripted:
         assert self.expect(Ready) == Ready(version)
         self.send(Receive(self._route, version))
         self._send_weights(version)
+
+    def update_twice(self, version: int) -> Moved:
+        """Send a version over a route whose sender is lost, and then over another one."""
+        self.send(Announce(version))
+        assert self.expect(Ready) == Ready(version)
+        broken = msgspec.structs.replace(self._route, name=f"broken-{version}", ends=("member-x",))
+        tell_lost(self._store, "member-x", "its process ended")
+        self.send(Receive(broken, version))
+        failed = self.expect(Moved)
+        self.send(Receive(self._route, version))
+        self._send_weights(version)
+        return failed
 
     def wait_for(self, count: int) -> dict[int, Trajectory]:
         """Return the trajectories of the replica's episodes, as soon as `count` have ended."""

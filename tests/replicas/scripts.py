@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.base.types import Trajectory
-from megatron_stppo.replicas.wire.messages import Hello, ReplicaEnds, Stop
+from megatron_stppo.replicas.wire.messages import Hello, Moved, ReplicaEnds, Stop
 from tests.replicas.scripted import Scripted
 from tests.rollout.vllm.tiny import task
 
@@ -16,7 +16,7 @@ NUMBERS = range(70, 76)
 
 def train(model: Path, run: Path) -> dict[str, Any]:
     trainer, seen = Scripted(run, model), {}
-    for script in (together, recompute, repeat, drain, misuse, short, differ, refuse):
+    for script in (together, recompute, again, repeat, drain, misuse, short, differ, refuse):
         seen[script.__name__] = script(trainer)
     trainer.join(3)
     trainer.play(NUMBERS, TASKS, SEED)
@@ -40,6 +40,18 @@ def recompute(trainer: Scripted) -> dict[int, Trajectory]:
     played = trainer.wait_for(8)
     trainer.stop()
     return played
+
+
+def again(trainer: Scripted) -> tuple[Moved, dict[int, Trajectory]]:
+    """The first transfer of an update fails, while turns are in progress."""
+    trainer.join(3)
+    trainer.play(NUMBERS, TASKS, SEED)
+    trainer.wait_for(1)
+    trainer.play([76, 77], TASKS[:2], SEED + 1)
+    failed = trainer.update_twice(4)
+    played = trainer.wait_for(8)
+    trainer.stop()
+    return failed, played
 
 
 def repeat(trainer: Scripted) -> dict[int, Trajectory]:

@@ -13,6 +13,7 @@ from megatron_stppo.base.types import Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.trainer.groups import Taken
+from megatron_stppo.replicas.trainer.member import send_episodes
 from megatron_stppo.replicas.wire.episodes import Unfinished, decode_episodes, encode_episodes
 from megatron_stppo.replicas.wire.messages import (
     Assignment,
@@ -230,7 +231,7 @@ def test_what_concerns_a_lost_replica_does_not_concern_the_one_that_has_taken_it
         again.dialer.send(Moved(route, 1))  # of a transfer that is not its own
         assert isinstance(message := t.hub.wait(lambda: None), Receive)
         assert message.route.name != route and message.route.ends == (new,)
-        assert (t.hub.groups(), t.crew.joined, t.crew.lost) == ({new}, 0, 1)
+        assert (set(t.crew.members), t.crew.joined, t.crew.lost) == ({new}, 0, 1)
 
 
 def test_a_silent_replica_that_wakes_up_learns_that_it_was_lost() -> None:
@@ -384,3 +385,41 @@ def test_a_replica_that_records_what_cannot_be_is_expelled(number: int, turns, w
         a.dialer.send(record(number, *turns))
         until(lambda: t.crew.lost == 1)
         assert why in caplog.text and not list(t.crew.records)
+
+
+def test_an_episode_is_continued_with_its_newest_version_or_a_later_one() -> None:
+    """a has version 1 when it leaves, and b still has version 0."""
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        t.join(b, "b", capacity=2)
+        t.hub.admit(0)
+        a.given()
+        t.hub.announce(1)
+        message = t.update(a, 1)
+        a.dialer.send(Moved(message.route.name, 1))
+        a.dialer.send(
+            record(
+                0,
+                turn(2),
+            )
+        )
+        a.dialer.send(record(0, turn(2, version=1)))
+        a.dialer.send(ReplicaEnds("left", "SIGTERM"))
+        until(lambda: t.crew.lost == 1)
+        for number in (2, 3):
+            b.finish(number)
+        assert {e.number: e.version for _ in range(3) for e in b.next(Play).episodes if e.number < 2} == {
+            0: 1,
+            1: 0,
+        }
+
+
+def test_a_record_that_makes_an_episode_too_long_for_a_message_is_left_out() -> None:
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        many = Unfinished.of(-1, (RecordedHistory((1, 2), (turn(60),)),) * (SIZE // 700))
+        given = Assignment(-1, TASKS[0], 0, 5, 0, 0.0, 1.0, 0, many.record)
+        send_episodes(t.listener, t.crew.members[t.names()["a"]].peer, [given])
+        assert a.next(Play).episodes == (replace_struct(given, record=()),)

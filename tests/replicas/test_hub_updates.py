@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_stppo.base.errors import EngineLost, ToolsStayAway
-from megatron_stppo.replicas.wire.messages import Give, Moved, Play, Ready, Receive, ReplicaEnds
+from megatron_stppo.replicas.wire.messages import Announce, Give, Moved, Play, Ready, Receive, ReplicaEnds
 from tests.replicas.hubs import hello, played, trainer, until
 
 
@@ -155,12 +155,12 @@ def test_the_thread_that_sends_ends_when_no_replica_is_left_to_which_the_trainer
         t.join(a, "a")
         t.join(b, "b")
         t.hub.announce(1, apart=True)
-        assert t.hub.next_to_send(0.0) is True and t.hub.sends_apart, "a is not ready"
+        assert t.hub.next_to_send(0.0, 1) is True and t.hub.sends_apart, "a is not ready"
         b.dialer.send(Ready(1))
-        assert t.hub.next_to_send(0.3) is True, "the trainer has sent nothing to b"
+        assert t.hub.next_to_send(0.3, 1) is True, "the trainer has sent nothing to b"
         a.dialer.close()
         until(lambda: t.crew.lost == 1)
-        assert t.hub.next_to_send(30.0) is False and not t.hub.sends_apart
+        assert t.hub.next_to_send(30.0, 1) is False and not t.hub.sends_apart
         message = t.hub.wait(lambda: None)
         assert b.next(Receive) == message and not isinstance(message.route.source, int)
 
@@ -171,7 +171,7 @@ def test_an_update_leaves_it_to_the_next_wait_to_end_the_run() -> None:
         t.join(a, "a")
         t.hub.announce(1, apart=True)
         a.dialer.send(ReplicaEnds("away", "tools did not answer"))
-        assert t.hub.next_to_send(30.0) is False
+        assert t.hub.next_to_send(30.0, 1) is False
         with pytest.raises(ToolsStayAway, match="tools did not answer"):
             t.hub.wait(t.hub.batch)
 
@@ -187,3 +187,36 @@ def test_a_replica_may_finish_an_episode_at_the_new_version_before_the_trainer_h
         for number in (0, 1):
             a.finish(number, turns=played(number, version=1).turns)
         assert t.hub.wait(t.hub.batch) is not None and t.crew.lost == 0
+
+
+def test_a_replica_that_keeps_others_waiting_is_not_waited_for() -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        t.join(b, "b")
+        t.hub.announce(1, apart=True)
+        b.dialer.send(Ready(1))
+        assert t.hub.next_to_send(30.0, 1) is False and not t.hub.sends_apart
+        message = t.hub.wait(lambda: None)
+        assert b.next(Receive) == message
+
+
+def test_a_replica_that_was_joining_when_a_version_was_announced_hears_of_it() -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        b.dialer.send(hello("b"))
+        message = b.next(Receive)
+        t.hub.announce(1)
+        b.dialer.send(Moved(message.route.name, 0))
+        assert b.next(Announce) == Announce(1)
+
+
+def test_an_error_of_the_thread_that_sends_is_raised_by_the_next_wait() -> None:
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        t.hub.announce(1, apart=True)
+        t.hub.fail(MemoryError("full"))
+        with pytest.raises(MemoryError, match="full"):
+            t.hub.wait(t.hub.batch)

@@ -58,6 +58,7 @@ def serve(model: Path, run: Path) -> dict[str, Any]:
     seen["together"] = once(engine, waiting, run, "together", Game, then=collected)
     with paced(engine):
         seen["recompute"] = once(engine, given, run, "recompute", Dice)
+        seen["again"] = once(engine, given, run, "again", Dice)
     lines = list(journal.read(run, "recompute"))
     seen["repeat"] = once(engine, given, run / "again", "recompute", Dice, iter(lines))
     seen["drain"] = once(engine, draining, run, "drain", Dice)
@@ -179,6 +180,14 @@ def test_turns_go_on_at_a_new_version_after_their_cache_is_computed_again(seen: 
     assert (counters.updates, counters.episodes) == (2, 8)
     assert counters.tokens == sum(turn.tokens for t in played.values() for turn in t.summary.turns)
     assert counters.recomputed > 0 and 0 < counters.longest_pause <= counters.pause_seconds
+
+
+def test_turns_wait_for_weights_that_did_not_arrive_and_go_on_when_they_are_sent_again(seen: Any) -> None:
+    (failed, played), (end, counters, _) = seen[0]["again"], seen[1]["again"]
+    assert "over broken-4: rank 0: GivenUp: its process ended" in failed.failed
+    assert end == "stop: the script has ended" and counters.updates == 1
+    turns = [turn for t in played.values() for turn in versions(t)]
+    assert [3, 4] in turns and {v for turn in turns for v in turn} == {3, 4}
 
 
 def test_a_journal_repeats_a_replica_bit_for_bit_whenever_messages_and_answers_arrive(

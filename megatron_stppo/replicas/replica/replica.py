@@ -139,7 +139,8 @@ class Replica:
         If they do not arrive, the engine waits until they are sent again.
         """
         player, began = self._player, time.monotonic()
-        self._report(player.hand_over(self._engine.settle()))
+        if self._version >= 0:  # else the transfer that failed has settled it
+            self._report(player.hand_over(self._engine.settle()))
         player.hold()
         interrupts, recomputed = player.runs or player.holds, self._engine.computed_tokens
         self._set_version(-1, f"version {message.version} has not arrived")
@@ -158,6 +159,7 @@ class Replica:
         try:
             with self._phase("reshard"), _failing(f"the weights of version {version} over {route.name}"):
                 if (link := self._links.get(route.name)) is None:
+                    self._close_lost()
                     link = self._links[route.name] = self._make_link(route, receives)
                 link.sync(version)
         except LinkLost as error:
@@ -167,6 +169,12 @@ class Replica:
         if self._first:
             self._first.send(Moved(route.name, version, failed))
         return not failed
+
+    def _close_lost(self) -> None:
+        """Close the links to replicas that are lost."""
+        for name, link in list(self._links.items()):
+            if link.is_lost():
+                self._links.pop(name).close()
 
     def _set_version(self, version: int, why: str = "") -> None:
         self._version, self._why = version, why

@@ -25,7 +25,7 @@ from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.trainer.member import Member, send_episodes, shares
-from megatron_stppo.replicas.trainer.records import EpisodeRecords
+from megatron_stppo.replicas.trainer.records import EpisodeRecords, versions_of
 from megatron_stppo.replicas.wire import messages
 from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.episodes import Done, Unfinished
@@ -247,6 +247,8 @@ class Crew:
             joined = f"replica {member.hello.name} has joined at version {member.node.version}"
             say(f"{joined}; replicas: {self.joined}")
             self.assign()
+        if not moved.failed and -1 < member.node.version < self.spread.version:  # begun meanwhile
+            self.listener.send(member.peer, messages.Announce(self.spread.version))
         self.pass_on()
 
     def _done(self, member: Member, done: Done) -> None:
@@ -293,10 +295,14 @@ class Crew:
 
     def _play(self, member: Member, episodes: list[messages.Assignment]) -> None:
         member.playing |= {episode.number: episode for episode in episodes}
-        records = self.records
-        given = [msgspec.structs.replace(one, record=records.of(one.number)) for one in episodes]
-        if given:
+        if given := [self._with_record(episode) for episode in episodes]:
             send_episodes(self.listener, member.peer, given)
+
+    def _with_record(self, episode: messages.Assignment) -> messages.Assignment:
+        """Return the episode with what was played of it. No older version may continue it."""
+        record = self.records.of(episode.number)
+        version = max(episode.version, *versions_of(record), episode.version)
+        return msgspec.structs.replace(episode, record=record, version=version)
 
 
 def _warn(text: str) -> None:

@@ -162,10 +162,16 @@ class Hub:
         """Whether a thread of the trainer sends weights."""
         return self._sends_apart
 
-    def groups(self) -> set[str]:
-        """Return the groups of the replicas that are not lost."""
+    def routes(self) -> set[str]:
+        """Return the routes over which the trainer can send again."""
         with self._changed:
-            return set(self._crew.members)
+            return self._crew.spread.routes()
+
+    def fail(self, error: Exception) -> None:
+        """Have the next `wait` raise an error of the thread that sends."""
+        with self._changed:
+            self._crew.trouble, self._sends_apart = error, False
+            self._changed.notify_all()
 
     def announce(self, version: int, apart: bool = False) -> None:
         """Begin to send a version to all replicas, and announce it to those that have joined.
@@ -177,18 +183,22 @@ class Hub:
             self._sends_apart = apart
             self._crew.begin(version)
 
-    def next_to_send(self, patience: float) -> Receive | bool:
-        """Wait for a replica to which the trainer has sent before, and return what it must send.
+    def next_to_send(self, patience: float, tensor: int) -> Receive | bool:
+        """Wait for a replica of `tensor` ranks to which the trainer has sent before, and return what it must
+        send.
 
         A thread of the trainer calls it. Return True after `patience` seconds, and False if the thread must
-        end: no such replica is left, or one has the version. Replicas without a link to the trainer get the
-        weights by `wait`.
+        end: no such replica is left, or it keeps others waiting, or one has the version. Replicas without a
+        link to the trainer get the weights by `wait`.
         """
         ends = time.monotonic() + patience
         with self._changed:
-            while not self._ended and self._crew.trouble is None and self._crew.spread.can_be_first():
-                if move := self._crew.spread.first(synced=True):
+            spread = self._crew.spread
+            while not self._ended and self._crew.trouble is None:
+                if move := spread.first(tensor):
                     return self._crew.receive(move)
+                if not spread.can_be_first(tensor):
+                    break
                 if time.monotonic() > ends:
                     return True
                 self._changed.wait(TICK)

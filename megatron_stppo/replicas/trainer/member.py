@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from megatron_stppo.parallel.weight_tree import Node
 from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.listener import Listener
@@ -26,12 +28,15 @@ class Member:
 
 
 def send_episodes(listener: Listener, peer: Channel, episodes: Sequence[Assignment]) -> None:
-    """Send the episodes in one message, or in several if they are too long for one."""
+    """Send the episodes in one message, or in several if they are too long for one. One that is too long with
+    its record is sent without it."""
     try:
         listener.send(peer, Play(tuple(episodes)))
     except ValueError:
         if (half := len(episodes) // 2) == 0:
-            raise
+            if not episodes[0].record:
+                raise
+            return send_episodes(listener, peer, [msgspec.structs.replace(episodes[0], record=())])
         send_episodes(listener, peer, episodes[:half])
         send_episodes(listener, peer, episodes[half:])
 

@@ -30,7 +30,7 @@ class Sender:
     def __init__(self, learner: Learner, store: dist.Store, timeout: timedelta, hub: Hub | None) -> None:
         """store: on which the groups for weights are built. hub: on the first rank, None on the others."""
         self._learner, self._store, self._timeout, self._hub = learner, store, timeout, hub
-        self._own = dist.new_group(backend="gloo")
+        self._own = dist.new_group(backend="gloo", timeout=10 * timeout)
         self._links: dict[str, Link] = {}  # by route
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -52,14 +52,22 @@ class Sender:
             if self._hub is not None:
                 self._hub.lose(route.ends[0], str(error))
 
-    def pack(self) -> Packed | None:
-        """Return a copy of what the next version sends; None if no replica has got a version yet."""
-        packed = (link.pack() for link in self._links.values())
-        return next((found for found in packed if found is not None), None)
+    def pack(self) -> tuple[Packed, int] | None:
+        """Return a copy of what the next version sends, and to replicas of how many ranks it can be sent.
 
-    def begin(self, packed: Packed) -> None:
-        """Start to send a copy to the first replica that the hub names."""
-        self._thread = threading.Thread(target=self._run, args=(packed,), name="sender", daemon=True)
+        None if no replica has got a version yet.
+        """
+        for link in self._links.values():
+            if (packed := link.pack()) is not None:
+                return packed, link.route.tensor
+        return None
+
+    def begin(self, packed: Packed, tensor: int) -> None:
+        """Start to send a copy to the first replica that the hub names. Arguments as `pack` returns them."""
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = threading.Thread(
+            target=self._run, args=(packed, tensor, device), name="sender", daemon=True
+        )
         self._thread.start()
 
     def join(self) -> None:
@@ -70,9 +78,9 @@ class Sender:
         if self._error is not None:
             raise self._error
 
-    def lost(self, groups: Collection[str]) -> list[str]:
-        """Return the routes to replicas that are not among these."""
-        return [name for name, link in self._links.items() if link.route.ends[0] not in groups]
+    def stale(self, routes: Collection[str]) -> list[str]:
+        """Return the routes of this rank's links that are not among these."""
+        return [name for name in self._links if name not in routes]
 
     def close(self, routes: Collection[str] | None = None) -> None:
         """Close these links; None: all."""
@@ -80,20 +88,25 @@ class Sender:
             if (link := self._links.pop(name, None)) is not None:
                 link.close()
 
-    def _run(self, packed: Packed) -> None:
+    def _run(self, packed: Packed, tensor: int, device: int | None) -> None:
         try:
-            with _own_stream():
+            with _own_stream(device):
                 while True:
-                    found = self._hub.next_to_send(ASKS) if self._hub is not None else False
+                    found = self._hub.next_to_send(ASKS, tensor) if self._hub is not None else False
                     found = decode(broadcast_bytes(encode(found), 0, self._own), bool | Receive)
                     if isinstance(found, Receive):
                         self.send(found, packed)
                     elif not found:
                         return
-        except BaseException as error:  # raised by `join`, in the main thread
+        except Exception as error:  # raised by `join`, in the main thread
             self._error = error
+            if self._hub is not None:  # the main thread may be waiting
+                self._hub.fail(error)
 
 
-def _own_stream() -> contextlib.AbstractContextManager[object]:
+def _own_stream(device: int | None) -> contextlib.AbstractContextManager[object]:
     """Context in which a thread does not wait for what training computes on the GPU."""
-    return torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else contextlib.nullcontext()
+    if device is None:
+        return contextlib.nullcontext()
+    torch.cuda.set_device(device)  # a new thread has the first one
+    return torch.cuda.stream(torch.cuda.Stream())

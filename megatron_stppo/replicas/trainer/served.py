@@ -108,7 +108,7 @@ class Served:
         if self._hub is not None:
             self._hub.announce(version, apart=packed is not None)
         if packed is not None:
-            self._sender.begin(packed)
+            self._sender.begin(*packed)
         else:  # the replicas that the trainer has sent weights to are lost
             self._until(lambda hub: hub.serves(version))
 
@@ -225,6 +225,7 @@ class Served:
         while (step := self._next(decide)).kind != "done":
             if step.message is not None:
                 self.learner.load_for("reshard")
+                self._sender.join()
                 self._sender.send(step.message)
             elif any_rank(bool(self._notice())) and self._hub is not None:
                 self._hub.must_end("another rank received notice")
@@ -241,7 +242,7 @@ class Served:
                 step = decide(self._hub)
             except tuple(RAISED.values()) as error:
                 step = Step(type(error).__name__, text=str(error))
-            lost = () if self._hub.sends_apart else self._sender.lost(self._hub.groups())
+            lost = () if self._hub.sends_apart else self._sender.stale(self._hub.routes())
             step = msgspec.structs.replace(step, closed=tuple(lost))
         step = decode(broadcast_bytes(encode(step), 0), Step)
         self._sender.close(step.closed)

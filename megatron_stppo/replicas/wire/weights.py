@@ -183,6 +183,10 @@ class Link:
             raise ReshardError(f"the ranks of link {self.route.name} sync to different versions: {named}")
         return reshard.sync(version, packed)
 
+    def is_lost(self) -> bool:
+        """Whether the replica at the other end, or this link, is known to be lost. Does not wait."""
+        return bool(why_lost(self._store, self._told))
+
     def close(self) -> None:
         """Leave the group, without waiting for the other ranks. Other groups are not affected."""
         self._leave("closed by this side")

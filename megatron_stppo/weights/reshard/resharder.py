@@ -143,8 +143,9 @@ class Resharder:
         except BaseException as error:
             self._reason = f"sync to version {version} failed: {error}"
             raise
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type == "cuda":  # a thread that sends a copy must not wait for training
+            stream = torch.cuda.current_stream(self._device)
+            stream.synchronize() if packed is not None else torch.cuda.synchronize(self._device)
         self._version, self._reason = version, ""
         return SyncReport(
             version,
