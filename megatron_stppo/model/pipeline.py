@@ -134,11 +134,11 @@ def sharing_obstacle(config: Config, layout: Layout) -> str:
         return "update.share_prefixes=off"
     if layout.context > 1:
         return f"parallel.context={layout.context}: the pieces of context parallelism are cut evenly"
+    if layer_spec(config) != "local":
+        return "TransformerEngine's attention takes no keys of another sequence; model.layers=local does"
     models = (config.model.path, config.model.reference_path)  # the critic has the shape of the actor
     if any(read_shape(path).recurrent_layers for path in models if path is not None):
         return "gated delta nets keep a state for each trajectory, and no state where trajectories part"
-    if layer_spec(config) != "local":
-        return "TransformerEngine's attention takes no keys of another sequence; model.layers=local does"
     return ""
 
 
