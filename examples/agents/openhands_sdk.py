@@ -4,7 +4,7 @@ PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent 
     environment.tool_parser=hermes 'environment.command=[.venv-openhands/bin/python,
     -m, megatron_stppo.agents.packages.command, "openhands_sdk:agent"]'
 
-The commands are the policy's, and OpenHands has no sandbox of its own on this machine: put one before
+The commands are the policy's, and OpenHands runs them without a sandbox: put one before
 .venv-openhands/bin/python (docs/harnesses.md).
 """
 

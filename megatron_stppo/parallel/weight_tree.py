@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-CHILDREN = (
-    2  # replicas to which one passes weights, unless others would wait: every process group needs memory
-)
+CHILDREN = 2  # replicas to which one passes weights, unless nothing else moves: groups need memory
 PATIENCE = 1.0  # seconds in which nothing moves, after which a pair is connected although each has a link
 FAULTS = 3  # failed transfers in succession after which a replica is lost
 TRAINER = ""  # the trainer, where a replica is named by its group
@@ -36,7 +34,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Hop:
-    """A transfer. Example: Hop("route-3", "weights-1", "weights-2", 4) sends version 4."""
+    """A transfer. Example: Hop("route-3", "member-1", "member-2", 4) sends version 4."""
 
     route: str
     source: str  # TRAINER, or a replica
@@ -49,8 +47,8 @@ class WeightTree:
     """The replicas and their transfers. Replicas are named by their group (crew.py).
 
     clock: returns seconds. Example: with nodes a, b and c without weights, and version 0:
-        spread.first(set()) is Hop("route-1", TRAINER, "a", 0)
-        after spread.ended("route-1", "a"): list(spread.moves()) is [Hop("route-2", "a", "b", 0)]
+        tree.first() is Hop("route-1", TRAINER, "a", 0)
+        after tree.ended("route-1", "a"): list(tree.hops()) is [Hop("route-2", "a", "b", 0)]
     """
 
     clock: Callable[[], float] = time.monotonic
@@ -58,7 +56,7 @@ class WeightTree:
     version: int = -1  # that is sent
     seconds: float = 0.0  # from the beginning of the last version until all had it
     _routes: dict[tuple[str, str], str] = field(default_factory=dict)  # by (source, target)
-    _moves: dict[str, Hop] = field(default_factory=dict)  # whose target has not got the weights yet
+    _hops: dict[str, Hop] = field(default_factory=dict)  # whose target has not got the weights yet
     _made: int = 0
     _began: float = 0.0
     _changed: float = 0.0  # when the last transfer began or ended, or a version was announced
@@ -76,11 +74,11 @@ class WeightTree:
     @property
     def is_stuck(self) -> bool:
         """Whether no replica has the version, and none is getting it."""
-        return not self._moves and all(node.version != self.version for node in self.nodes.values())
+        return not self._hops and all(node.version != self.version for node in self.nodes.values())
 
     @property
     def is_moving(self) -> bool:
-        return bool(self._moves)
+        return bool(self._hops)
 
     def first(self, tensor: int = 0) -> Hop | None:
         """Return the transfer that the trainer must begin, if no replica has the version, or is getting it.
@@ -112,7 +110,7 @@ class WeightTree:
         linked = (target for source, target in self._routes if source == TRAINER)
         return {name for name in linked if tensor in (0, self.nodes[name].tensor)}
 
-    def moves(self) -> Iterator[Hop]:
+    def hops(self) -> Iterator[Hop]:
         """Yield the transfers between replicas that begin now."""
         while (pair := self._next()) is not None:
             yield self._start(*pair)
@@ -128,24 +126,24 @@ class WeightTree:
         node.route, self._changed = "", self.clock()
         if failed:
             self._routes = {pair: known for pair, known in self._routes.items() if known != route}
-        if (move := self._moves.get(route)) is None or move.target != name:
+        if (hop := self._hops.get(route)) is None or hop.target != name:
             return []
-        del self._moves[route]
-        ends = [self.nodes[end] for end in (name, move.source) if end in self.nodes]
+        del self._hops[route]
+        ends = [self.nodes[end] for end in (name, hop.source) if end in self.nodes]
         for end in ends:
             end.faults = end.faults + 1 if failed else 0
         if not failed:
-            node.version, node.has_joined = move.version, True
+            node.version, node.has_joined = hop.version, True
             if self.is_over:
                 self.seconds = self.clock() - self._began
-        return [end for end in (name, move.source) if end in self.nodes and self.nodes[end].faults >= FAULTS]
+        return [end for end in (name, hop.source) if end in self.nodes and self.nodes[end].faults >= FAULTS]
 
     def lost(self, name: str) -> None:
         """Forget a replica. The other end of its transfers reports that they have failed."""
         del self.nodes[name]
         self._changed = self.clock()
         self._routes = {pair: route for pair, route in self._routes.items() if name not in pair}
-        self._moves = {route: move for route, move in self._moves.items() if move.target != name}
+        self._hops = {route: hop for route, hop in self._hops.items() if hop.target != name}
 
     def _waits(self, node: Node) -> bool:
         is_ready = node.ready == self.version or not node.has_joined
@@ -170,7 +168,7 @@ class WeightTree:
         if fewest and self._children(fewest[0]) < CHILDREN:
             if new := next((name for name in waiting if name not in has_parent), None):
                 return fewest[0], new
-        if fewest and waiting and not self._moves and self._is_late:
+        if fewest and waiting and not self._hops and self._is_late:
             return fewest[0], waiting[0]
         return None
 
@@ -181,9 +179,9 @@ class WeightTree:
         if (route := self._routes.get((source, target))) is None:
             self._made += 1
             route = self._routes[source, target] = f"route-{self._made}"
-        move = self._moves[route] = Hop(route, source, target, self.version)
+        hop = self._hops[route] = Hop(route, source, target, self.version)
         self.nodes[target].route, self.nodes[target].version = route, -1
         if source != TRAINER:
             self.nodes[source].route = route
         self._changed = self.clock()
-        return move
+        return hop

@@ -20,42 +20,42 @@ class World:
     made: list[Hop] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.spread = WeightTree(lambda: self.now)
+        self.tree = WeightTree(lambda: self.now)
         for number in range(self.count):
-            self.spread.nodes[f"r{number}"] = Node(1)
+            self.tree.nodes[f"r{number}"] = Node(1)
 
     def start(self) -> None:
-        if first := self.spread.first():
+        if first := self.tree.first():
             self.made.append(first)
-        self.made += self.spread.moves()
+        self.made += self.tree.hops()
 
     def running(self) -> list[Hop]:
-        return list(self.spread._moves.values())
+        return list(self.tree._hops.values())
 
     def finish(self, move: Hop, failed: bool = False) -> None:
         for name in (move.source, move.target):
-            if name in self.spread.nodes:
-                self.spread.ended(move.route, name, failed)
+            if name in self.tree.nodes:
+                self.tree.ended(move.route, name, failed)
 
     def lose(self, name: str) -> None:
         moves = [move for move in self.running() if name in (move.source, move.target)]
-        self.spread.lost(name)
+        self.tree.lost(name)
         for move in moves:
             self.finish(move, failed=True)
 
     def publish(self, version: int, late: set[str] = frozenset()) -> float:  # type: ignore[assignment]
         """Send a version to all; those that are late are ready after 10 s. Return the seconds it took."""
         began, self.made = self.now, []
-        self.spread.begin(version)
-        for name, node in self.spread.nodes.items():
+        self.tree.begin(version)
+        for name, node in self.tree.nodes.items():
             node.ready = node.ready if name in late else version
-        while not all(node.version == version for node in self.spread.nodes.values()):
+        while not all(node.version == version for node in self.tree.nodes.values()):
             self.start()
             moves = self.running()
             self.now += 1.0 if moves else 0.1
             if self.now - began > 10:
                 for name in late:
-                    self.spread.nodes[name].ready = version
+                    self.tree.nodes[name].ready = version
             for move in moves:
                 self.finish(move)
             assert self.now - began < 100, "nothing moves"
@@ -92,27 +92,27 @@ def test_a_late_replica_delays_itself_and_nobody_that_could_get_the_weights_from
 def test_the_trainer_waits_a_moment_for_the_replica_to_which_it_is_connected() -> None:
     world = World(2)
     world.publish(0)
-    world.spread.begin(1)
-    world.spread.nodes["r1"].ready = 1
-    assert world.spread.first() is None
+    world.tree.begin(1)
+    world.tree.nodes["r1"].ready = 1
+    assert world.tree.first() is None
     world.now += PATIENCE + 0.1
-    assert world.spread.first(tensor=1) is None and not world.spread.can_be_first(1)
-    assert world.spread.first() == Hop("route-3", TRAINER, "r1", 1)
+    assert world.tree.first(tensor=1) is None and not world.tree.can_be_first(1)
+    assert world.tree.first() == Hop("route-3", TRAINER, "r1", 1)
 
 
 def test_a_transfer_to_a_replica_that_died_frees_the_sender_and_counts_as_no_failure() -> None:
     world = World(3)
     world.publish(0)
-    world.spread.begin(1)
-    for node in world.spread.nodes.values():
+    world.tree.begin(1)
+    for node in world.tree.nodes.values():
         node.ready = 1
     world.start()
     world.finish(world.running()[0])
     world.start()
     (move,) = world.running()
-    world.spread.lost(move.target)
-    assert world.spread.ended(move.route, move.source, failed=True) == []
-    assert world.spread.nodes[move.source].faults == 0
+    world.tree.lost(move.target)
+    assert world.tree.ended(move.route, move.source, failed=True) == []
+    assert world.tree.nodes[move.source].faults == 0
     world.start()
     (other,) = world.running()
     assert other.source == move.source and other.target != move.target
@@ -120,15 +120,15 @@ def test_a_transfer_to_a_replica_that_died_frees_the_sender_and_counts_as_no_fai
 
 def test_both_ends_of_transfers_that_fail_again_and_again_are_named() -> None:
     world = World(2)
-    world.spread.begin(0)
+    world.tree.begin(0)
     world.start()
     world.finish(world.running()[0])
     for number in range(1, FAULTS + 1):
         world.start()
         (move,) = world.running()
-        found = world.spread.ended(move.route, "r1", failed=True)
+        found = world.tree.ended(move.route, "r1", failed=True)
         assert found == (["r1", "r0"] if number == FAULTS else [])
-        world.spread.ended(move.route, "r0", failed=True)
+        world.tree.ended(move.route, "r0", failed=True)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -136,28 +136,28 @@ def test_with_any_losses_and_failures_all_that_are_left_get_the_newest_version(s
     chance = random.Random(seed)
     world = World(chance.randint(1, 12))
     for version in range(4):
-        world.spread.begin(version)
+        world.tree.begin(version)
         for _ in range(60):
-            for node in world.spread.nodes.values():
+            for node in world.tree.nodes.values():
                 if chance.random() < 0.7:
                     node.ready = version
             world.start()
             world.now += 1.0
             for move in world.running():
-                if (drawn := chance.random()) < 0.05 and len(world.spread.nodes) > 1:
-                    world.lose(chance.choice(sorted(world.spread.nodes)))
+                if (drawn := chance.random()) < 0.05 and len(world.tree.nodes) > 1:
+                    world.lose(chance.choice(sorted(world.tree.nodes)))
                 elif drawn < 0.8:
                     world.finish(move, failed=drawn < 0.15)
             if chance.random() < 0.1:
-                world.spread.nodes[f"new{len(world.made)}-{version}"] = Node(1)
-            busy = [node.route for node in world.spread.nodes.values() if node.route]
+                world.tree.nodes[f"new{len(world.made)}-{version}"] = Node(1)
+            busy = [node.route for node in world.tree.nodes.values() if node.route]
             assert max(Counter(busy).values(), default=0) <= 2
         for _ in range(40):
-            for node in world.spread.nodes.values():
+            for node in world.tree.nodes.values():
                 node.ready = version
             world.now += 2.0
             for move in world.running():
                 world.finish(move)
             world.start()
-        assert all(node.version == version for node in world.spread.nodes.values())
-        assert world.spread.is_over
+        assert all(node.version == version for node in world.tree.nodes.values())
+        assert world.tree.is_over

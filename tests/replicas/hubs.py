@@ -91,7 +91,7 @@ class Trainer:
         replica.dialer.send(Moved(message.route.name, message.version))
         if len(message.route.ends) == 2:
             self.gave(message)
-        until(lambda: self.crew.spread.nodes[self.names()[name]].version == message.version)
+        until(lambda: self.crew.tree.nodes[self.names()[name]].version == message.version)
         return self.names()[name]
 
     def names(self) -> dict[str, str]:
@@ -100,7 +100,7 @@ class Trainer:
             return {member.hello.name: group for group, member in self.crew.members.items()}
 
     def is_being_sent(self) -> bool | None:
-        return bool(self.crew.spread._moves) or None
+        return bool(self.crew.tree._hops) or None
 
     def gave(self, message: Receive) -> None:
         """Report that the replica that sends has left the transfer."""

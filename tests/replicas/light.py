@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file
 
 from megatron_stppo.cluster.launch.rendezvous import connect_store
@@ -40,7 +39,7 @@ from megatron_stppo.training.rollouts import rollout_settings
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts
 from tests.replicas.two_programs import Programs, run_programs
-from tests.rollout.vllm.tiny import Game, build_tokenizer
+from tests.rollout.vllm.tiny import Game, build_model, build_tokenizer
 from tests.weights.reshard.pieces import blank, cut, padding_rows
 
 TIMEOUT = timedelta(seconds=60)
@@ -62,19 +61,7 @@ class Dies:
 def write_project(folder: Path, vocabulary: int) -> Path:
     """Write a model of vocabulary x 64 numbers, and a bit, and a data set. Return the model's folder."""
     (folder / "tasks.jsonl").write_text(TASK)
-    config = transformers.Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder / "model")
-    build_tokenizer().save_pretrained(folder / "model")
+    build_model(folder / "model", vocabulary=vocabulary)
     return folder / "model"
 
 

@@ -189,55 +189,55 @@ class Publication:
         called when all replicas have the version."""
         self._clock, self._first, self._transfer, self._over = clock, first, transfer, over
         self._replicas = {str(number): replica for number, replica in enumerate(replicas)}
-        self._spread = WeightTree(lambda: clock.now)
+        self._tree = WeightTree(lambda: clock.now)
         for name in self._replicas:
-            self._spread.nodes[name] = Node(1, version=0, has_joined=True)
-        self._spread.begin(0)
+            self._tree.nodes[name] = Node(1, version=0, has_joined=True)
+        self._tree.begin(0)
 
     @property
     def is_over(self) -> bool:
-        return all(node.version == self._spread.version for node in self._spread.nodes.values())
+        return all(node.version == self._tree.version for node in self._tree.nodes.values())
 
     def begin(self, version: int) -> None:
-        self._spread.begin(version)
+        self._tree.begin(version)
         for name, replica in self._replicas.items():
             replica.announce(partial(self._is_ready, name))
 
     def _is_ready(self, name: str) -> None:
-        self._spread.nodes[name].ready = self._spread.version
+        self._tree.nodes[name].ready = self._tree.version
         self._look()
 
     def _look(self) -> None:
-        if (first := self._spread.first()) is not None:
+        if (first := self._tree.first()) is not None:
             self._start(first, self._first)
-        for move in self._spread.moves():
-            self._start(move, self._transfer)
+        for hop in self._tree.hops():
+            self._start(hop, self._transfer)
         if not self.is_over:  # a pair may be connected if nothing else moves
             self._clock.at(self._clock.now + 1.01 * PATIENCE, self._look_again)
 
     def _look_again(self) -> None:
-        if not self.is_over and not self._spread.is_moving:
+        if not self.is_over and not self._tree.is_moving:
             self._look()
 
-    def _start(self, move: Hop, seconds: float) -> None:
-        ends = [self._replicas[name] for name in (move.source, move.target) if name != TRAINER]
+    def _start(self, hop: Hop, seconds: float) -> None:
+        ends = [self._replicas[name] for name in (hop.source, hop.target) if name != TRAINER]
         waiting = len(ends)
 
         def stopped() -> None:
             nonlocal waiting
             waiting -= 1
             if not waiting:
-                self._clock.at(self._clock.now + seconds, partial(self._sent, move))
+                self._clock.at(self._clock.now + seconds, partial(self._sent, hop))
 
         for end in ends:
             end.pause(stopped)
 
-    def _sent(self, move: Hop) -> None:
-        self._replicas[move.target].update(move.version)
-        self._spread.ended(move.route, move.target)
-        if move.source != TRAINER:
-            self._replicas[move.source].go_on()
-            self._spread.ended(move.route, move.source)
+    def _sent(self, hop: Hop) -> None:
+        self._replicas[hop.target].update(hop.version)
+        self._tree.ended(hop.route, hop.target)
+        if hop.source != TRAINER:
+            self._replicas[hop.source].go_on()
+            self._tree.ended(hop.route, hop.source)
         if self.is_over:
             self._over()
         else:

@@ -90,9 +90,11 @@ class NewsSource:
     announced: int | None = field(default=None, init=False)  # the version of the newest Announce
     to_give: Give | None = field(default=None, init=False)
     to_receive: Receive | None = field(default=None, init=False)
-    snapshot: TellUnfinished | None = field(default=None, init=False)
+    to_tell: TellUnfinished | None = field(default=None, init=False)
     end: End | None = field(default=None, init=False)
     version: int = field(default=-1, init=False)  # of the weights; -1: the engine must not run
+    _told: int = field(default=-1, init=False)  # the version of the newest Ready
+    _player: Player | None = field(default=None, init=False)
 
     def next(self, player: Player) -> News:
         """Return what to apply before the next engine step, and record it. While the engine is idle, wait for
@@ -100,14 +102,15 @@ class NewsSource:
 
         Raises CannotServe if a repeated run differs from the recorded one, and exceptions of `look`.
         """
-        self.look(0.0, player)
+        self._player = player
+        self.look(0.0)
         news = self._next(player)
         if self.end is not None:
             return News(end=self.end)
         self.journal.write(news.line(player.steps))
         return news
 
-    def look(self, timeout: float, player: Player | None = None) -> None:
+    def look(self, timeout: float) -> None:
         """Wait up to `timeout` seconds until something arrives, and receive all that has arrived. Answer a
         TellUnfinished with what the player's episodes have played.
 
@@ -121,16 +124,24 @@ class NewsSource:
         self.host.check()
         if self.end is None:
             self.end = self._reason_to_end(bool(messages))
-        if self.snapshot is not None and player is not None:
-            self.tell_unfinished(player)
-            self.send(ToldUnfinished(self.snapshot.number))
-            self.snapshot = None
+        if self.to_tell is not None:
+            self.tell_unfinished()
+            self.send(ToldUnfinished(self.to_tell.number))
+            self.to_tell = None
 
-    def tell_unfinished(self, player: Player) -> None:
+    def tell_unfinished(self) -> None:
         """Send what the episodes in progress have played, except those of an evaluation."""
-        for number in player.playing if self.records else ():
-            if number >= 0 and (record := player.record(number)):
+        if self._player is None or not self.records:
+            return
+        for number in self._player.playing:
+            if number >= 0 and (record := self._player.record(number)):
                 self.dialer.send(Unfinished.of(number, record))
+
+    def _tell_ready(self, version: int) -> None:
+        """Say once that the replica can receive this version."""
+        if version != self._told:
+            self._told = version
+            self.send(Ready(version))
 
     def send(self, message: FromReplica) -> None:
         """Send the newest counters, and then the message: an iteration that ends with it has both."""
@@ -173,7 +184,7 @@ class NewsSource:
             case Give():
                 self.to_give = message
             case TellUnfinished():
-                self.snapshot = message
+                self.to_tell = message
             case Stop():
                 self.end = End("refused" if message.is_refusal else "stop", message.reason)
 
@@ -196,13 +207,12 @@ class Live(NewsSource):
     drain: bool  # turns that run when an update is announced are completed before it
     awaits_answers: bool  # of all environments before the next engine step (rollout.overlap_tools=false)
     _held: bool = field(default=False, init=False)  # turns, for the announced update
-    _told: int = field(default=-1, init=False)  # the version of the newest Ready
 
     def _next(self, player: Player) -> News:
-        if not (player.runs and self.version >= 0) and not self._has_news(player):
-            self.look(BEAT, player)
+        if not (player.runs and self.version >= 0) and not self._has_news():
+            self.look(BEAT)
         while self._awaits(player) and self.end is None and self.to_give is None:
-            self.look(BEAT, player)
+            self.look(BEAT)
         if self.end is not None:
             return News()
         if self._awaits(player):
@@ -216,7 +226,7 @@ class Live(NewsSource):
         """Whether the next engine step must wait for environments."""
         return self.awaits_answers and not set(player.asked) <= self.answers.keys()
 
-    def _has_news(self, player: Player) -> bool:
+    def _has_news(self) -> bool:
         begins = any(episode.version <= self.version for episode in self.assigned.values())
         due = self.announced is not None and self.announced != self._told
         return bool(self.end or self.to_give or self.to_receive or begins or self.answers or due)
@@ -227,9 +237,8 @@ class Live(NewsSource):
             if self.drain and not self._held and self.version >= 0:
                 self._held = True
                 return True, None
-            if version != self._told and not (self.drain and player.runs and self.version >= 0):
-                self._told = version
-                self.send(Ready(version))
+            if not (self.drain and player.runs and self.version >= 0):
+                self._tell_ready(version)
         if self.to_receive is None:
             return False, None
         self._held = False

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megatron_stppo.base.errors import CannotServe
 from megatron_stppo.replicas.replica.news import BEAT, News, NewsSource
 from megatron_stppo.replicas.wire.journal import Line
-from megatron_stppo.replicas.wire.messages import Ready
 from megatron_stppo.rollout.episodes.play import Player
 
 DIFFERS = "this run differs from the recorded one"
@@ -25,7 +24,6 @@ class Replayed(NewsSource):
 
     lines: Iterator[Line]
     patience: float  # seconds to wait for what is due
-    _told: int = field(default=-1, init=False)  # the version of the newest Ready
 
     def __post_init__(self) -> None:
         self._line = next(self.lines, None)
@@ -48,9 +46,8 @@ class Replayed(NewsSource):
             line, "announcement of an update", lambda: self.announced is not None
         ):
             return self._news()
-        if version is not None and updates and self._told != version:
-            self._told = version
-            self.send(Ready(version))
+        if version is not None and updates:
+            self._tell_ready(version)
         assigned, answers = set(line.assigned), set(line.answers)
         if not (
             (version is None or self._await(line, f"version {version}", lambda: self._offers(version)))

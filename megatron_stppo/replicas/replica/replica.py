@@ -71,7 +71,7 @@ class Replica:
         match end.kind:
             case "left" | "away" | "error":
                 if self._first:
-                    self._first.tell_unfinished(self._player)
+                    self._first.tell_unfinished()
                 self._tell(end.kind, end.text)
         return end
 

@@ -70,7 +70,7 @@ class Crew:
         self._waiting: deque[messages.Assignment] = deque()
         self._gone = messages.Counters()  # of lost replicas
         self.members: dict[str, Member] = {}  # by group
-        self.spread, self.records = WeightTree(), EpisodeRecords(expected)
+        self.tree, self.records = WeightTree(), EpisodeRecords(expected)
         self.lost, self.reassigned = 0, 0  # replicas; episodes of lost ones, which were assigned again
         self.results: dict[int, Trajectory] = {}  # of evaluations, by number
         self.trouble: Exception | None = None  # why the run must end, as soon as it waits for replicas
@@ -104,7 +104,7 @@ class Crew:
 
     def at_version(self, episodes: Iterable[messages.Assignment]) -> list[messages.Assignment]:
         """Return the episodes, which must not begin before their replica has the newest version."""
-        return [msgspec.structs.replace(episode, version=self.spread.version) for episode in episodes]
+        return [msgspec.structs.replace(episode, version=self.tree.version) for episode in episodes]
 
     def append(self, episodes: Iterable[messages.Assignment]) -> None:
         """Assign episodes after all that wait."""
@@ -207,39 +207,39 @@ class Crew:
             return self.listener.expel(peer)
         self._added += 1
         group = f"member-{self._added}"
-        node = self.spread.nodes[group] = Node(hello.tensor)
+        node = self.tree.nodes[group] = Node(hello.tensor)
         self.members[group] = Member(group, peer, hello, node)
         self.pass_on()
 
     def begin(self, version: int) -> None:
         """Begin to send a version to all replicas, and announce it to those that have joined."""
-        for group in self.spread.begin(version):
+        for group in self.tree.begin(version):
             self.listener.send(self.members[group].peer, messages.Announce(version))
 
     def pass_on(self) -> None:
         """Begin the transfers between replicas that can begin now."""
-        for move in self.spread.moves():
-            message = messages.Give(self.route(move), move.version)
-            self.listener.send(self.members[move.source].peer, message)
-            self.receive(move)
+        for hop in self.tree.hops():
+            message = messages.Give(self.route(hop), hop.version)
+            self.listener.send(self.members[hop.source].peer, message)
+            self.receive(hop)
 
-    def receive(self, move: Hop) -> messages.Receive:
+    def receive(self, hop: Hop) -> messages.Receive:
         """Tell the receiver of a transfer, and return the message."""
-        target, message = self.members[move.target], messages.Receive(self.route(move), move.version)
-        target.held.add(move.version)
+        target, message = self.members[hop.target], messages.Receive(self.route(hop), hop.version)
+        target.held.add(hop.version)
         self.listener.send(target.peer, message)
         return message
 
-    def route(self, move: Hop) -> Route:
-        source = self.members.get(move.source)
-        ends = tuple(group for group in (move.source, move.target) if group)
+    def route(self, hop: Hop) -> Route:
+        source = self.members.get(hop.source)
+        ends = tuple(group for group in (hop.source, hop.target) if group)
         held = self._trained if source is None else source.hello.tensor
-        tensor = self.members[move.target].hello.tensor
-        return Route(move.route, *self._address, held, tensor, ends)
+        tensor = self.members[hop.target].hello.tensor
+        return Route(hop.route, *self._address, held, tensor, ends)
 
     def _moved(self, member: Member, moved: messages.Moved) -> None:
         had_joined = member.node.has_joined
-        for group in self.spread.ended(moved.route, member.group, bool(moved.failed)):
+        for group in self.tree.ended(moved.route, member.group, bool(moved.failed)):
             self.expel(group, f"too many transfers of weights have failed: {one_line(moved.failed)}")
         if moved.failed:
             _warn(f"replica {member.hello.name}: {one_line(moved.failed)}; weights are sent again")
@@ -247,8 +247,8 @@ class Crew:
             joined = f"replica {member.hello.name} has joined at version {member.node.version}"
             say(f"{joined}; replicas: {self.joined}")
             self.assign()
-        if not moved.failed and -1 < member.node.version < self.spread.version:  # begun meanwhile
-            self.listener.send(member.peer, messages.Announce(self.spread.version))
+        if not moved.failed and -1 < member.node.version < self.tree.version:  # begun meanwhile
+            self.listener.send(member.peer, messages.Announce(self.tree.version))
         self.pass_on()
 
     def _done(self, member: Member, done: Done) -> None:
@@ -277,7 +277,7 @@ class Crew:
     def _lose(self, member: Member, why: str) -> None:
         """Remove a replica. Its episodes are the first to be assigned next."""
         del self.members[member.group]
-        self.spread.lost(member.group)
+        self.tree.lost(member.group)
         self.lost, self.reassigned = self.lost + 1, self.reassigned + len(member.playing)
         self._gone += member.counters
         again = f"{len(member.playing)} episodes are played again"
@@ -301,7 +301,7 @@ class Crew:
     def _with_record(self, episode: messages.Assignment) -> messages.Assignment:
         """Return the episode with what was played of it. No older version may continue it."""
         record = self.records.of(episode.number)
-        version = max(episode.version, *versions_of(record), episode.version)
+        version = max({episode.version} | versions_of(record))
         return msgspec.structs.replace(episode, record=record, version=version)
 
 

@@ -165,7 +165,7 @@ class Hub:
     def routes(self) -> set[str]:
         """Return the routes over which the trainer can send again."""
         with self._changed:
-            return self._crew.spread.routes()
+            return self._crew.tree.routes()
 
     def fail(self, error: Exception) -> None:
         """Have the next `wait` raise an error of the thread that sends."""
@@ -193,11 +193,11 @@ class Hub:
         """
         ends = time.monotonic() + patience
         with self._changed:
-            spread = self._crew.spread
+            tree = self._crew.tree
             while not self._ended and self._crew.trouble is None:
-                if move := spread.first(tensor):
-                    return self._crew.receive(move)
-                if not spread.can_be_first(tensor):
+                if hop := tree.first(tensor):
+                    return self._crew.receive(hop)
+                if not tree.can_be_first(tensor):
                     break
                 if time.monotonic() > ends:
                     return True
@@ -207,11 +207,11 @@ class Hub:
 
     def is_spread(self) -> bool | None:
         """Return True if all that have joined have the version, or no replica can pass it on."""
-        return self._crew.spread.is_over or None
+        return self._crew.tree.is_over or None
 
     def serves(self, version: int) -> bool | None:
         """Return True if a replica has the version, or none has joined."""
-        nodes = self._crew.spread.nodes.values()
+        nodes = self._crew.tree.nodes.values()
         return not any(n.has_joined for n in nodes) or any(n.version == version for n in nodes) or None
 
     def lose(self, group: str, why: str) -> None:
@@ -227,8 +227,8 @@ class Hub:
     def numbers(self) -> dict[str, float]:
         """Return the metrics of the replicas, of the episodes that are not trained on, and of their order."""
         with self._changed:
-            spread = {"update_seconds": self._crew.spread.seconds}
-            return self._crew.numbers() | self.ledger.bias() | spread
+            tree = {"update_seconds": self._crew.tree.seconds}
+            return self._crew.numbers() | self.ledger.bias() | tree
 
     def close(self, reason: str) -> None:
         """End all replicas, and the thread."""
@@ -246,13 +246,13 @@ class Hub:
 
     def _to_send(self, version: int) -> Receive | None:
         """Return what the trainer must send. If no replica has the version before, it is `version`."""
-        spread = self._crew.spread
+        tree = self._crew.tree
         if self._sends_apart:
             return None
-        if -1 < spread.version < version and spread.is_stuck and spread.nodes:
+        if -1 < tree.version < version and tree.is_stuck and tree.nodes:
             self._crew.begin(version)
-        move = spread.first()
-        return None if move is None else self._crew.receive(move)
+        hop = tree.first()
+        return None if hop is None else self._crew.receive(hop)
 
     def _why_end(self) -> str:
         return self._told or self._notice()

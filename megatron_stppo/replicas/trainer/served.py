@@ -100,7 +100,9 @@ class Served:
         first, self._version = self._version < 0, version
         if first:
             return self._start()
+        started = time.perf_counter()
         self._sender.join()
+        self._meter.waited += time.perf_counter() - started
         self._until(lambda hub: hub.is_spread())
         if self.learner.config.serving.update == "complete":
             self._until(lambda hub: hub.settled())

@@ -59,7 +59,7 @@ class Link:
 
     Example: the trainer, and the replica that receives:
         link = Link.from_trainer(learner, route, store, timeout)
-        link = Link.of_replica(engine, shape, route, receives=True, store, timeout)
+        link = Link.of_replica(engine, shape, route, True, store, timeout)
     and then both, for every version:
         report = link.sync(version)
     """

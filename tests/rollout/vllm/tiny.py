@@ -70,12 +70,12 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_model(folder: Path, family: str = "qwen3") -> None:
+def build_model(folder: Path, family: str = "qwen3", vocabulary: int = VOCABULARY) -> None:
     tokenizer = build_tokenizer()
     prefix, special = OF_FAMILY[family]
     text = "Text" if prefix.startswith("Qwen3_5") else ""
     config = getattr(transformers, f"{prefix}{text}Config")(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=128 if family == "qwen2" else 64,  # vLLM divides it by the heads for Qwen2
         **({} if family == "qwen3_5_moe" else {"intermediate_size": 96}),
         num_hidden_layers=LAYERS,
