@@ -23,6 +23,7 @@ from megatron_stppo.config import ConfigError
 LOOPBACK = "lo"  # its name on Linux
 GLOO_INTERFACE, NCCL_INTERFACE = INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 LAZY = "TORCH_GLOO_LAZY_INIT"  # if 1, gloo connects two ranks when they first exchange data
+EAGER = 64  # ranks, up to which gloo connects all ranks of a group when the group is made
 CONNECT = 10.0  # seconds until a connection must be open
 OTHER_FILES = 1024  # open files of a rank besides its connections to other ranks: libraries, logs, tools
 log = logging.getLogger(__name__)
@@ -42,11 +43,15 @@ def meeting(timeout: timedelta, wait: bool = True, is_alone: bool = True) -> dic
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. A single rank opens no port. If all ranks are on this
     host, gloo and NCCL also use the loopback interface only, unless the user has set an interface, or, for
-    NCCL, the program is not alone. Gloo opens a connection when it is first used, unless the user has set
-    TORCH_GLOO_LAZY_INIT.
+    NCCL, the program is not alone.
+
+    Unless the user has set TORCH_GLOO_LAZY_INIT, up to EAGER ranks are connected when a group is made, so that
+    the death of one ends the collectives of the others at once: a rank that first waits for a connection from
+    a dead one does so until its timeout. More ranks are connected when they first exchange data, because each
+    has world - 1 connections in several groups.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ.setdefault(LAZY, "1")
+    os.environ.setdefault(LAZY, str(int(world > EAGER)))
     is_local = world == int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if is_local:
         for name in INTERFACES if is_alone else (GLOO_INTERFACE,):

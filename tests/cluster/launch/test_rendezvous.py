@@ -3,9 +3,12 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import signal
 import socket
 import threading
+import time
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_stppo.cluster.launch.process import free_port
 from megatron_stppo.cluster.launch.rendezvous import (
+    EAGER,
     INTERFACES,
     LAZY,
     address_towards,
@@ -26,7 +30,7 @@ from megatron_stppo.cluster.launch.rendezvous import (
 )
 from megatron_stppo.cluster.launch.slurm import torchrun_variables
 from megatron_stppo.config import ConfigError
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 SOON = timedelta(seconds=20)
 
@@ -118,6 +122,15 @@ def test_ranks_of_one_host_use_the_loopback_by_default(
     )
 
 
+def connect_as(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """Set the environment variables with which a run of `world` ranks makes groups."""
+    monkeypatch.delenv(LAZY, raising=False)
+    agent = "TORCHELASTIC_USE_AGENT_STORE"
+    among(monkeypatch, 0, world, **os.environ | {agent: "True"})
+    meeting(SOON)
+    del os.environ[agent]
+
+
 def open_files() -> tuple[int, int]:
     """Return the open files of a rank after a group of all ranks was made, and after its first collective."""
     dist.new_group(list(range(dist.get_world_size())))
@@ -126,15 +139,35 @@ def open_files() -> tuple[int, int]:
     return before, len(os.listdir("/proc/self/fd"))
 
 
-def test_gloo_connects_ranks_only_when_they_exchange_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(LAZY, raising=False)
+def test_gloo_connects_many_ranks_only_when_they_exchange_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect_as(monkeypatch, EAGER)
     eager = run_ranks(open_files, 8)[1]
-    among(monkeypatch, 0, 1, **os.environ)
-    meeting(SOON)
-    assert os.environ[LAZY] == "1"
+    connect_as(monkeypatch, EAGER + 1)
     lazy = run_ranks(open_files, 8)[1]
     assert lazy[0] <= eager[0] - 2 * 4, "two groups of 7 connections"
     assert lazy[1] <= eager[1] - 3
+
+
+def sum_without_the_second(folder: Path) -> None:
+    """Write a file folder/RANK if the sums of three new groups fail."""
+    groups = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(3)]
+    dist.barrier()  # in another group
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)  # the second is dead when the others begin
+    for group in groups:
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+    (folder / str(dist.get_rank())).touch()
+
+
+def test_ranks_notice_at_once_that_one_died_before_it_exchanged_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    connect_as(monkeypatch, 3)
+    with pytest.raises(RankError, match=r"^rank 1 died"):
+        run_ranks(sum_without_the_second, 3, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "2"}
 
 
 def test_a_link_to_a_replica_takes_open_files() -> None:
