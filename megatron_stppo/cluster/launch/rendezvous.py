@@ -45,10 +45,10 @@ def meeting(timeout: timedelta, wait: bool = True, is_alone: bool = True) -> dic
     host, gloo and NCCL also use the loopback interface only, unless the user has set an interface, or, for
     NCCL, the program is not alone.
 
-    Unless the user has set TORCH_GLOO_LAZY_INIT, up to EAGER ranks are connected when a group is made, so that
-    the death of one ends the collectives of the others at once: a rank that first waits for a connection from
-    a dead one does so until its timeout. More ranks are connected when they first exchange data, because each
-    has world - 1 connections in several groups.
+    Unless the user has set TORCH_GLOO_LAZY_INIT, up to EAGER ranks are connected when a group is made, so
+    that the death of one ends the collectives of the others at once: a rank that first waits for a connection
+    from a dead one does so until its timeout. More ranks are connected when they first exchange data, because
+    each has world - 1 connections in several groups.
     """
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.setdefault(LAZY, str(int(world > EAGER)))
