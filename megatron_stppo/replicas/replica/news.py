@@ -59,6 +59,7 @@ class News:
     receive: Receive | None = None  # receive weights
     assigned: tuple[Assignment, ...] = ()  # episodes to begin
     answers: tuple[Answer, ...] = ()  # of environments
+    waits: bool = False  # more is to be applied before the next engine step
 
     def line(self, step: int) -> Line:
         """Return the line of the journal for what is applied before engine step `step`."""
@@ -157,6 +158,7 @@ class NewsSource:
         answers: Iterable[int] = (),
         hold: bool = False,
         receive: Receive | None = None,
+        waits: bool = False,
     ) -> News:
         """Return what is applied now, with weights to give. It is no longer kept.
 
@@ -171,6 +173,7 @@ class NewsSource:
             receive=receive,
             assigned=tuple(self.assigned.pop(number) for number in assigned),
             answers=tuple(self.answers.pop(number) for number in answers),
+            waits=waits,
         )
 
     def _receive(self, message: FromTrainer) -> None:
@@ -209,15 +212,15 @@ class Live(NewsSource):
     _held: bool = field(default=False, init=False)  # turns, for the announced update
 
     def _next(self, player: Player) -> News:
-        if not (player.runs and self.version >= 0) and not self._has_news():
+        if not (player.runs and self.version >= 0) and not self._has_news(player):
             self.look(BEAT)
-        while self._awaits(player) and self.end is None and self.to_give is None:
+        while self._awaits(player) and not self._is_asked(player):
             self.look(BEAT)
         if self.end is not None:
             return News()
-        if self._awaits(player):
-            return self._news()
         hold, receive = self._prepare_update(player)
+        if self._awaits(player):
+            return self._news(hold=hold, receive=receive, waits=True)
         begun = [n for n, episode in self.assigned.items() if episode.version <= self.version]
         answered = [number for number in player.asked if number in self.answers]
         return self._news(begun, answered, hold, receive)
@@ -226,10 +229,15 @@ class Live(NewsSource):
         """Whether the next engine step must wait for environments."""
         return self.awaits_answers and not set(player.asked) <= self.answers.keys()
 
-    def _has_news(self) -> bool:
+    def _is_asked(self, player: Player) -> bool:
+        """Whether the trainer waits for something that needs no engine step."""
+        completes = self.drain and self._held and player.runs and self.version >= 0
+        is_due = self.announced is not None and self.announced != self._told and not completes
+        return bool(self.end or self.to_give or self.to_receive or is_due)
+
+    def _has_news(self, player: Player) -> bool:
         begins = any(episode.version <= self.version for episode in self.assigned.values())
-        due = self.announced is not None and self.announced != self._told
-        return bool(self.end or self.to_give or self.to_receive or begins or self.answers or due)
+        return bool(self._is_asked(player) or begins or self.answers)
 
     def _prepare_update(self, player: Player) -> tuple[bool, Receive | None]:
         """Answer an announcement when the update can be entered. Return (hold, receive) of the News."""

@@ -45,7 +45,7 @@ class Replayed(NewsSource):
         if (line.hold or updates) and not self._await(
             line, "announcement of an update", lambda: self.announced is not None
         ):
-            return self._news()
+            return self._news(waits=True)
         if version is not None and updates:
             self._tell_ready(version)
         assigned, answers = set(line.assigned), set(line.answers)
@@ -54,10 +54,11 @@ class Replayed(NewsSource):
             and self._await(line, f"episodes {line.assigned}", lambda: assigned <= self.assigned.keys())
             and self._await(line, f"answers for {line.answers}", lambda: answers <= self.answers.keys())
         ):
-            return self._news()
+            return self._news(waits=True)
         self._line = next(self.lines, None)
         receive = self.to_receive if version is not None else None
-        return self._news(line.assigned, line.answers, line.hold, receive)
+        waits = self._line is not None and self._line.step == line.step
+        return self._news(line.assigned, line.answers, line.hold, receive, waits)
 
     def _offers(self, version: int) -> bool:
         return self.to_receive is not None and self.to_receive.version == version

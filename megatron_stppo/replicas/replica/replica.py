@@ -114,7 +114,8 @@ class Replica:
             self._receive(news.receive)
         player.begin([self._begun(assignment) for assignment in news.assigned])
         self._report(player.apply(news.answers))
-        self._step()
+        if not news.waits:
+            self._step()
         return None
 
     def _hear(self) -> News:
