@@ -7,8 +7,8 @@ import re
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from megatron_stppo.base.errors import ConfigError
@@ -96,6 +96,25 @@ class PreemptionNotice:
             text = f"megatron-stppo: {self.reason}: {self._then}{then}\n"
             with suppress(OSError):  # the disk of stderr is full, or its pipe has no reader
                 os.write(OUTPUTS[1], text.encode())  # not print(): the signal may have interrupted one
+
+
+@contextmanager
+def ends_at_sigterm() -> Iterator[None]:
+    """Context in which SIGTERM ends this process at once, also one that was noted before. Only for the main
+    thread.
+
+    It is for a start, while nothing is lost. A rank that waits in torch for one that has died does not run
+    Python's handlers; torchrun and Slurm would kill it 30 s after their SIGTERM.
+    """
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    notice = getattr(handler, "__self__", None)
+    if isinstance(notice, PreemptionNotice) and notice.reason == signal.SIGTERM.name:
+        os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) != signal.SIG_DFL:  # else after a first Ctrl-C
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _drop_dead_outputs() -> None:

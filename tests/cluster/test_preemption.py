@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.cluster.preemption import SIGNALS, PreemptionNotice
+from megatron_stppo.cluster.launch.process import free_port
+from megatron_stppo.cluster.preemption import SIGNALS, PreemptionNotice, ends_at_sigterm
 from megatron_stppo.config import ConfigError
 
 # A replacement for a training that prints its progress.
@@ -98,6 +99,46 @@ def test_ctrl_c_after_the_notice_of_another_rank_does_not_end_this_one() -> None
     notice = PreemptionNotice(margin=0)
     assert notice.due(lambda mine: True)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_sigterm_is_a_notice_again_after_the_start() -> None:
+    notice = PreemptionNotice(margin=0)
+    with ends_at_sigterm():
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert notice.reason == "SIGTERM"
+    PreemptionNotice(margin=0)
+    with ends_at_sigterm():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the second Ctrl-C"
+
+
+JOINS = """
+from datetime import timedelta
+import torch
+from megatron_stppo.cluster.launch import rendezvous
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.cluster.preemption import PreemptionNotice
+notice = PreemptionNotice(margin=0)
+print("ready", flush=True)
+process.join(timedelta(minutes=5))
+"""
+
+
+@pytest.mark.parametrize(("rank", "seconds"), [("0", 0.0), ("1", 1.0)])
+def test_a_rank_that_waits_for_a_dead_one_at_its_start_ends_at_sigterm(rank: str, seconds: float) -> None:
+    """seconds: in which it begins to wait."""
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    given |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    command = [sys.executable, "-c", JOINS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | given) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        try:
+            time.sleep(seconds)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(40) == -signal.SIGTERM
+        finally:
+            process.kill()
 
 
 def test_signals_that_nohup_ignores_stay_ignored() -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.base.printing import Printable
 from megatron_stppo.cluster.launch import slurm
+from megatron_stppo.cluster.preemption import ends_at_sigterm
 
 if TYPE_CHECKING:
     import torch
@@ -184,7 +185,8 @@ def start(config: Config, is_alone: bool = True) -> MeshRank:
 
     check(config)
     join(config.timeout, is_alone, config.serving.replicas or 0, config.engine_tensor)
-    mesh = groups.initialize(config.parallel, config.timeout)
+    with ends_at_sigterm():
+        mesh = groups.initialize(config.parallel, config.timeout)
     if mesh.rank == 0:
         print(f"megatron-stppo: {_opening(config, mesh)}", file=sys.stderr)
     return mesh
@@ -215,7 +217,8 @@ def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: i
     # A GPU run needs both backends: megatron exchanges tensors on the GPU, the engine and the checkpoints
     # exchange data on the host.
     backends = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backends, **meeting(timeout, is_alone=is_alone))
+    with ends_at_sigterm():
+        dist.init_process_group(backends, **meeting(timeout, is_alone=is_alone))
 
 
 def _opening(config: Config, mesh: MeshRank) -> str:
