@@ -172,8 +172,10 @@ def test_the_long_form_takes_the_last_answer():
 
 @pytest.mark.parametrize(
     ("builder", "configuration"),
-    [(build_problems, "config.yaml"), (build_search, "search.yaml")],
-    ids=["calculator", "search"],
+    [
+        pytest.param(build_problems, "config.yaml", id="calculator"),
+        pytest.param(build_search, "search.yaml", id="search", marks=pytest.mark.long),
+    ],
 )
 def test_an_iteration_runs_with_a_random_model_of_a_gguf_file(builder, configuration, tmp_path, monkeypatch):
     kind, architecture, special = written.FAMILIES["tied"]

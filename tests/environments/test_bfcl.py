@@ -350,6 +350,7 @@ def test_the_example_writes_its_data(tmp_path: Path) -> None:
     assert len(tasks.read(tmp_path / "evaluate.jsonl")) == 160
 
 
+@pytest.mark.long
 def test_a_tiny_model_trains_for_an_iteration(tmp_path: Path, rows: dict[str, Row]) -> None:
     """A random model makes no calls. So turns that cannot be done pass, and all others do not."""
     config = yaml.safe_load(small_run.write(tmp_path).read_text())

@@ -27,9 +27,11 @@ COMMON = (
     "evaluate.tasks=3",
     "environment.kind=tests.replicas.late_tools:factory",
 )
+ITERATIONS = 4  # of runs with a bound above 0
 SERVED = ("serving.replicas=1", "serving.timeout=30")
 # Two episodes at a time and long turns: the trainer waits for the replica, and every update interrupts turns.
 BUSY = (
+    f"run.iterations={ITERATIONS}",
     "serving.max_staleness=2",
     "serving.concurrency=2",
     "rollout.max_turn_tokens=48",
@@ -97,18 +99,18 @@ def trajectories(folder: Path, iteration: int) -> str:
 
 @pytest.fixture(scope="module")
 def asynchronous(run: Run) -> Path:
-    """Five iterations with a bound of 2, in which tools answer at times that no other run has, groups are
+    """Four iterations with a bound of 2, in which tools answer at times that no other run has, groups are
     dropped, and an update meets a turn. On a busy machine some runs have no such turn, and are repeated."""
     for attempt in range(4):
-        folder = run(f"bound2-{attempt}", *SERVED, *BUSY, *RESAMPLED, "run.iterations=5", LATE="0.05")
+        folder = run(f"bound2-{attempt}", *SERVED, *BUSY, *RESAMPLED, LATE="0.05")
         if any(len(turn["versions"]) > 1 for turn in turns_of(folder)):
             return folder
     raise AssertionError("no turn was updated in four runs")
 
 
 def turns_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the turns of the trajectories of five iterations."""
-    lines = [line for n in range(1, 6) for line in trajectories(folder, n).splitlines()]
+    """Return the turns of the trajectories of all iterations."""
+    lines = [line for n in range(1, ITERATIONS + 1) for line in trajectories(folder, n).splitlines()]
     return [turn for line in lines for turn in json.loads(line)["turns"]]
 
 
@@ -127,6 +129,7 @@ def resampled(run: Run) -> Path:
     return run("resampled", "run.iterations=3", *RESAMPLED)
 
 
+@pytest.mark.long
 def test_bound_0_is_the_synchronous_run_bit_for_bit_also_if_groups_are_dropped(
     run: Run, resampled: Path
 ) -> None:
@@ -151,7 +154,7 @@ def test_above_bound_0_turns_go_on_at_new_versions_and_no_token_is_older_than_th
 ) -> None:
     runs = [
         (n - 1 - version, count)
-        for n in range(1, 6)
+        for n in range(1, ITERATIONS + 1)
         for line in trajectories(asynchronous, n).splitlines()
         for turn in json.loads(line)["turns"]
         for version, count in turn["versions"]
@@ -195,8 +198,8 @@ def test_an_asynchronous_run_is_repeated_bit_for_bit_from_its_journal(asynchrono
     start(["replay", str(asynchronous), "--records", "journal", "run.name=again"], LATE="0.02")
     again = asynchronous.with_name("again")
     assert rows(again) == rows(asynchronous)
-    assert all(trajectories(again, n) == trajectories(asynchronous, n) for n in range(1, 6))
-    assert weights(again, 5) == weights(asynchronous, 5)
+    assert all(trajectories(again, n) == trajectories(asynchronous, n) for n in range(1, ITERATIONS + 1))
+    assert weights(again, ITERATIONS) == weights(asynchronous, ITERATIONS)
 
 
 def test_every_log_prob_is_that_of_the_version_that_its_token_names(asynchronous: Path) -> None:
@@ -204,12 +207,10 @@ def test_every_log_prob_is_that_of_the_version_that_its_token_names(asynchronous
     assert "passed; " in said
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["stale", pytest.param("lost", marks=pytest.mark.long), pytest.param("version", marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["stale", "lost", "version"])
 def test_the_audit_finds_a_planted_fault(run: Run, fault: str) -> None:
-    given = (*SERVED, *BUSY, "run.iterations=4", "rollout.max_mismatch=100")  # which would find it first
+    given = (*SERVED, *BUSY, "rollout.max_mismatch=100")  # which would find it first
     # the trainer refuses an evaluation's episode that names an older version
     given += ("run.evaluate_every=0",) if fault == "version" else ()
     planted = run(fault, *given, LATE="0.05", PLANT=fault)
@@ -224,7 +225,7 @@ def test_a_resumed_run_continues_the_turns_that_were_in_progress(run: Run) -> No
     _, unfinished = decode_episodes(content)
     turns = [t for one in unfinished for h in unpack_record(one.record) for t in h.turns]
     assert any(turn.reason is None for turn in turns), "a turn that is not complete"
-    run("continues", *given, "run.iterations=5", "--resume", LATE="0.05")
+    run("continues", *given, "--resume", LATE="0.05")
     played = [(t["token_ids"], t["rollout_logprob"], t["versions"]) for t in turns_of(folder)]
     for turn in turns:
         count = len(turn.token_ids)
@@ -240,8 +241,8 @@ def test_a_resumed_run_continues_the_turns_that_were_in_progress(run: Run) -> No
 @pytest.mark.parametrize("sync", ["adapter", "merged"])
 def test_replicas_pass_adapters_on_and_a_run_of_two_replicas_can_be_repeated(run: Run, sync: str) -> None:
     given = ("serving.timeout=60", "serving.replicas=2", "model.lora.rank=4", f"model.lora.sync={sync}")
-    folder = run(f"lora-{sync}", *given, *BUSY, "run.iterations=5", LATE="0.05")
+    folder = run(f"lora-{sync}", *given, *BUSY, LATE="0.05")
     assert "passed; " in start(["audit", str(folder)], python=sys.executable)
     start(["replay", str(folder), "--records", "journal", f"run.name=again-{sync}"], LATE="0.02")
     again = folder.with_name(f"again-{sync}")
-    assert rows(again) == rows(folder) and weights(again, 5) == weights(folder, 5)
+    assert rows(again) == rows(folder) and weights(again, ITERATIONS) == weights(folder, ITERATIONS)

@@ -25,6 +25,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_every_pair_moves_the_minimum_and_is_timed_against_lower_bounds(tmp_path: Path) -> None:
     done = run("--output", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr

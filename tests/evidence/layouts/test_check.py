@@ -110,6 +110,7 @@ def test_adapters_agree_under_every_layout(models: Path, tmp_path: Path) -> None
         assert any(axis in case["case"] for case in cases), axis
 
 
+@pytest.mark.long
 def test_missing_parts_of_a_turn_and_of_a_small_tensor_are_detected(models: Path, tmp_path: Path) -> None:
     output = tmp_path / "cases.json"
     broken = run_ranks(check, 2, str(models / "dense"), str(output), {"tensor": 2}, True)

@@ -64,7 +64,7 @@ def verified(root: Path, chosen: Iterable[plants.Plant], overrides: Sequence[str
     [
         pytest.param(OF_WEIGHTS, (), id="weights"),
         pytest.param(MORE, (), id="more of weights", marks=pytest.mark.long),
-        pytest.param(OF_ADAPTERS, MERGED, id="adapters"),
+        pytest.param(OF_ADAPTERS, MERGED, id="adapters", marks=pytest.mark.long),
         pytest.param(MORE_OF_ADAPTERS, MERGED, id="more of adapters", marks=pytest.mark.long),
     ],
 )

@@ -85,6 +85,7 @@ print(engine.all_reduce(models.write_config(Path(sys.argv[1]), "qwen3")))
 """
 
 
+@pytest.mark.long
 def test_an_engine_of_several_ranks_does_not_use_flashinfers_all_reduce(tmp_path: Path) -> None:
     assert _printed(CONFIG, str(tmp_path)) == "not FlashInfer's"
 
