@@ -118,17 +118,42 @@ def test_a_transfer_to_a_replica_that_died_frees_the_sender_and_counts_as_no_fai
     assert other.source == move.source and other.target != move.target
 
 
-def test_both_ends_of_transfers_that_fail_again_and_again_are_named() -> None:
+def test_nobody_waits_for_a_replica_that_joins_and_it_gets_no_announcement() -> None:
     world = World(2)
+    world.publish(0)
+    world.tree.nodes["new"] = Node(1)
+    assert world.tree.is_over
+    assert world.tree.begin(1) == ["r0", "r1"]
+
+
+def test_both_ends_of_transfers_that_fail_again_and_again_are_named_and_no_route_is_used_again() -> None:
+    world, routes = World(2), set()
     world.tree.begin(0)
     world.start()
     world.finish(world.running()[0])
     for number in range(1, FAULTS + 1):
         world.start()
         (move,) = world.running()
+        routes.add(move.route)
         found = world.tree.ended(move.route, "r1", failed=True)
         assert found == (["r1", "r0"] if number == FAULTS else [])
         world.tree.ended(move.route, "r0", failed=True)
+    assert len(routes) == FAULTS
+
+
+def test_failures_before_a_transfer_that_succeeds_are_forgotten() -> None:
+    world = World(2)
+    for version in range(2):
+        world.tree.begin(version)
+        for node in world.tree.nodes.values():
+            node.ready = version
+        world.start()
+        world.finish(world.running()[0])
+        for failed in [True] * (FAULTS - 1) + [False]:
+            world.start()
+            (move,) = world.running()
+            assert world.tree.ended(move.route, move.target, failed) == []
+            world.tree.ended(move.route, move.source, failed)
 
 
 @pytest.mark.parametrize("seed", range(12))
