@@ -22,8 +22,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -32,6 +34,7 @@ from torch.nn.attention.varlen import varlen_attn
 from megatron_stppo.data import context
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.delta_net.sequences import Sequences
+from megatron_stppo.model.gpt_oss.sinks import FlashPieces, SinkOnFlash, with_sinks
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
 
@@ -76,9 +79,10 @@ class Rotation:
     sine: Tensor
 
     @classmethod
-    def of(cls, angle: Tensor, dtype: torch.dtype) -> Rotation:
-        """angle: float32 [P, 1, R], the two halves of R being equal. dtype: of queries and keys."""
-        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
+    def of(cls, angle: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Rotation:
+        """angle: float32 [P, 1, R], the two halves of R being equal. dtype: of queries and keys, which are
+        multiplied by `scale` too."""
+        return cls((angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [P, heads, D]: the pairs (x[i], x[i + R/2]) turn by the token's angle i."""
@@ -302,12 +306,16 @@ class PackedAttention(torch.nn.Module):
             *(x.transpose(0, 1)[None].split(n, 2) for x, n in zip((query, key, value), lengths, strict=True)),
             strict=True,
         ):
-            if q.shape[2] == k.shape[2]:
-                attend = functional.scaled_dot_product_attention
-                out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, is_causal=True))
-            else:  # the queries belong to the last of these tokens
-                out.append((masked if q.is_cuda else Continued.apply)(q, k, v, self.scale))
+            out.append(self._attend_piece(q, k, v))
         return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+    def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[2] == k.shape[2]:
+            attend = functional.scaled_dot_product_attention
+            return attend(q, k, v, scale=self.scale, enable_gqa=True, is_causal=True)
+        # the queries belong to the last of these tokens
+        found: Tensor = (masked if q.is_cuda else Continued.apply)(q, k, v, self.scale)
+        return found
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         causal = (-1, 0)  # the causal mask is aligned with the last key, as the queries are
@@ -318,6 +326,45 @@ class PackedAttention(torch.nn.Module):
         )  # fmt: skip
         assert isinstance(out, Tensor)  # a pair only if log-sum-exps are asked for
         return out
+
+
+class SinkAttention(PackedAttention):
+    """Attention with a sink per head (gpt_oss/sinks.py), to the last `window` tokens; 0: to all."""
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, window: int, pg_collection: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.window, self.tp_group = window, pg_collection.tp
+        own = config.num_attention_heads // self.tp_group.size()
+        self.sinks = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
+
+    def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return with_sinks(q, k, v, self.sinks, self.scale, self.window)
+
+    def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+        flash = FlashPieces(
+            pieces.query_offsets, pieces.key_offsets, max(pieces.queries), max(pieces.keys),
+            self.scale, self.window,
+        )  # fmt: skip
+        out: Tensor = SinkOnFlash.apply(
+            query, _repeated(key, query, 1), _repeated(value, query, 1), self.sinks, flash
+        )
+        return out
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """Return megatron's description of this rank's sinks, for checkpoints."""
+        return make_sharded_tensors_for_checkpoint(
+            {"sinks": self.sinks},
+            prefix,
+            {"sinks": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 class GatedAttention(SelfAttention):

@@ -6,6 +6,7 @@ with the layers that wrote it (checkpoint/fit.py). Hugging Face folders work wit
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model.attention import GatedAttention, PackedAttention
+from megatron_stppo.model.attention import GatedAttention, PackedAttention, SinkAttention
 from megatron_stppo.model.delta_net.convolution import wide
 from megatron_stppo.model.delta_net.layer import GatedDeltaNet
 from megatron_stppo.model.experts.grouped_experts import GroupedExperts
+from megatron_stppo.model.gpt_oss.biased_experts import BiasedExperts
 from megatron_stppo.weights.sharding.delta_net import DeltaNet
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.spans import LayerSpec
@@ -82,10 +84,13 @@ class _Norm(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """megatron's router with logits in float32. megatron 0.16.1 needs TransformerEngine for these."""
+    """megatron's router with logits in float32, or in float64 for such inputs. megatron 0.16.1 needs
+    TransformerEngine for these."""
 
     def gating(self, input: Tensor) -> Tensor:
-        return torch.nn.functional.linear(input.float(), self.weight.float())
+        high = wide(input.dtype)
+        bias = None if self.bias is None else self.bias.to(high)
+        return torch.nn.functional.linear(input.to(high), self.weight.to(high), bias)
 
 
 def layer_spec(config: Config) -> LayerSpec:
@@ -114,24 +119,28 @@ def block_spec(
         norm = gpt_layer_specs.TENorm
         return TransformerBlockSubmodules([layer] * get_num_layers_to_build(settings, chunk), layer_norm=norm)
     norm = OffsetNorm if shape.offset_norm else RMSNorm
-    of_kind = {net: _local_layer(shape, norm, net) for net in {None, shape.delta_net}}
+    of_kind = {
+        kind: _local_layer(shape, norm, *kind)
+        for kind in {(shape.delta_net_of(n), shape.window_of(n)) for n in range(shape.layers)}
+    }
     first = get_transformer_layer_offset(settings, chunk)
     own = range(first, first + get_num_layers_to_build(settings, chunk))
-    return TransformerBlockSubmodules([of_kind[shape.delta_net_of(n)] for n in own], layer_norm=norm)
+    layers = [of_kind[shape.delta_net_of(n), shape.window_of(n)] for n in own]
+    return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
-def _local_layer(shape: ModelShape, norm: type[RMSNorm], net: DeltaNet | None) -> Any:
+def _local_layer(shape: ModelShape, norm: type[RMSNorm], net: DeltaNet | None, window: int) -> Any:
     """Return megatron's local layer with packed attention, or a gated delta net of the sizes `net`, and with
-    a norm that supports sequence parallelism."""
+    a norm that supports sequence parallelism. window: of attention with sinks."""
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = partial(SinkAttention, window=window) if shape.sinks else PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if shape.experts:
         layer.mlp.submodules.router = Router
-        layer.mlp.submodules.experts.module = GroupedExperts
+        layer.mlp.submodules.experts.module = BiasedExperts if shape.stacked else GroupedExperts
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if shape.output_gate:
