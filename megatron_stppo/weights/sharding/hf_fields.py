@@ -190,9 +190,12 @@ def _check_plain(folder: Path, raw: Mapping[str, Any], family: Family) -> None:
     quantised = raw.get("quantization_config") or raw.get("compression_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        remedy = "use the model's folder in bfloat16, or dequantise it"
+        if family.stacked and method == "mxfp4":
+            remedy = f"write them in bfloat16 with: megatron-stppo import-mxfp4 {folder} FOLDER"
         raise ConfigError(
             f"{folder}: quantization_config.quant_method={method!r} is not supported, the weights would be "
-            "read without their scales; use the model's folder in bfloat16, or dequantise it"
+            f"read without their scales; {remedy}"
         )
     off = {"sliding_window"} - {family.sliding} | ({"qkv_bias"} if family.qkv_bias else set())
     off |= {"partial_rotary_factor", "mrope_section"} if family.delta_net else set()

@@ -131,6 +131,11 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
         ("mixtral", {"sliding_window": 8, "use_sliding_window": False}, "sliding_window=8 is not supported"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "use a checkpoint with only 'full_attention'"),
         ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "write them in bfloat16 with: megatron-stppo import-mxfp4 .* FOLDER",
+        ),
         ("gpt_oss", {"attention_bias": False}, "use a checkpoint with attention_bias=True"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "use a checkpoint with swiglu_limit=7.0"),
         ("gpt_oss", {"tie_word_embeddings": True}, "use a checkpoint with tie_word_embeddings=False"),
