@@ -73,6 +73,7 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
 RECOMPUTE = {"virtual": "full", "context": "selective", "experts_over_context": "full"}
 # gradients of the weights are added to the main gradients by one product
 FUSED = {"virtual", "context", "tensor_sequence_pipeline", "experts_over_all", "experts_over_data"}
+FUSED |= {"sinks_experts_over_all"}
 
 
 @pytest.fixture(scope="module")
