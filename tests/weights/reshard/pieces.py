@@ -31,7 +31,7 @@ def checkpoint(shape: ModelShape, dtype=torch.float32) -> dict[str, Tensor]:
     return held
 
 
-def local_shape(name, spans, widths) -> tuple[int, ...]:
+def local_shape(spans, widths, name="") -> tuple[int, ...]:
     last = spans[-1]
     rows = last.local + last.size
     keys = [span.hf_key for span in spans if span.hf_key != PADDING]
@@ -47,12 +47,12 @@ def local_shape(name, spans, widths) -> tuple[int, ...]:
 
 def blank(spans: Spans, widths, dtype=torch.float32) -> dict[str, Tensor]:
     """Return tensors with a rank's shapes and the value -1."""
-    return {n: torch.full(local_shape(n, s, widths), -1, dtype=dtype) for n, s in spans.items()}
+    return {n: torch.full(local_shape(s, widths, n), -1, dtype=dtype) for n, s in spans.items()}
 
 
 def cut(spans: Spans, held, widths, dtype=torch.float32) -> dict[str, Tensor]:
     """Return a rank's tensors, sliced from a checkpoint by its spans; padding has the value 77."""
-    out = {n: torch.full(local_shape(n, s, widths), 77, dtype=dtype) for n, s in spans.items()}
+    out = {n: torch.full(local_shape(s, widths, n), 77, dtype=dtype) for n, s in spans.items()}
     for name, tensor_spans in spans.items():
         for key, dim, start, size, local in tensor_spans:
             if key != PADDING:
