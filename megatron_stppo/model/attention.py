@@ -22,10 +22,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -34,7 +32,6 @@ from torch.nn.attention.varlen import varlen_attn
 from megatron_stppo.data import context
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.delta_net.sequences import Sequences
-from megatron_stppo.model.gpt_oss.sinks import FlashPieces, SinkOnFlash, with_sinks
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
 
@@ -50,7 +47,7 @@ def for_groups(attend: Callable[..., Any]) -> Callable[..., Any]:
         return partial(attend, enable_gqa=True)
 
     def repeated(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return attend(query, *(_repeated(x, query, 1) for x in (key, value)), *args, **kwargs)
+        return attend(query, *(repeated_heads(x, query, 1) for x in (key, value)), *args, **kwargs)
 
     return repeated
 
@@ -60,10 +57,10 @@ def heads_for(attend: Callable[..., Any], query: Tensor, both: Tensor) -> Tensor
 
     What is chosen from them is then not repeated, and `again` does not keep it.
     """
-    return both if "enable_gqa" in inspect.signature(attend).parameters else _repeated(both, query, 2)
+    return both if "enable_gqa" in inspect.signature(attend).parameters else repeated_heads(both, query, 2)
 
 
-def _repeated(x: Tensor, query: Tensor, dim: int) -> Tensor:
+def repeated_heads(x: Tensor, query: Tensor, dim: int) -> Tensor:
     each = query.shape[1] // x.shape[dim]
     return x if each == 1 else x.repeat_interleave(each, dim)
 
@@ -326,45 +323,6 @@ class PackedAttention(torch.nn.Module):
         )  # fmt: skip
         assert isinstance(out, Tensor)  # a pair only if log-sum-exps are asked for
         return out
-
-
-class SinkAttention(PackedAttention):
-    """Attention with a sink per head (gpt_oss/sinks.py), to the last `window` tokens; 0: to all."""
-
-    def __init__(
-        self, config: TransformerConfig, *args: Any, window: int, pg_collection: Any, **kwargs: Any
-    ) -> None:
-        super().__init__(config, *args, **kwargs)
-        self.window, self.tp_group = window, pg_collection.tp
-        own = config.num_attention_heads // self.tp_group.size()
-        self.sinks = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
-        set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
-
-    def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return with_sinks(q, k, v, self.sinks, self.scale, self.window)
-
-    def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
-        flash = FlashPieces(
-            pieces.query_offsets, pieces.key_offsets, max(pieces.queries), max(pieces.keys),
-            self.scale, self.window,
-        )  # fmt: skip
-        out: Tensor = SinkOnFlash.apply(
-            query, _repeated(key, query, 1), _repeated(value, query, 1), self.sinks, flash
-        )
-        return out
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict:
-        """Return megatron's description of this rank's sinks, for checkpoints."""
-        return make_sharded_tensors_for_checkpoint(
-            {"sinks": self.sinks},
-            prefix,
-            {"sinks": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
 
 
 class GatedAttention(SelfAttention):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -19,15 +20,17 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model.attention import GatedAttention, PackedAttention, SinkAttention
+from megatron_stppo.model.attention import GatedAttention, PackedAttention, Pieces, repeated_heads
 from megatron_stppo.model.delta_net.convolution import wide
 from megatron_stppo.model.delta_net.layer import GatedDeltaNet
 from megatron_stppo.model.experts.grouped_experts import GroupedExperts
 from megatron_stppo.model.gpt_oss.biased_experts import BiasedExperts
+from megatron_stppo.model.gpt_oss.sinks import FlashPieces, SinkOnFlash, with_sinks
 from megatron_stppo.weights.sharding.delta_net import DeltaNet
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.spans import LayerSpec
@@ -91,6 +94,45 @@ class Router(TopKRouter):
         high = wide(input.dtype)
         bias = None if self.bias is None else self.bias.to(high)
         return torch.nn.functional.linear(input.to(high), self.weight.to(high), bias)
+
+
+class SinkAttention(PackedAttention):
+    """Attention with a sink per head (gpt_oss/sinks.py), to the last `window` tokens; 0: to all."""
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, window: int, pg_collection: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.window, self.tp_group = window, pg_collection.tp
+        own = config.num_attention_heads // self.tp_group.size()
+        self.sinks = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
+
+    def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return with_sinks(q, k, v, self.sinks, self.scale, self.window)
+
+    def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+        flash = FlashPieces(
+            pieces.query_offsets, pieces.key_offsets, max(pieces.queries), max(pieces.keys),
+            self.scale, self.window,
+        )  # fmt: skip
+        out: Tensor = SinkOnFlash.apply(
+            query, repeated_heads(key, query, 1), repeated_heads(value, query, 1), self.sinks, flash
+        )
+        return out
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """Return megatron's description of this rank's sinks, for checkpoints."""
+        return make_sharded_tensors_for_checkpoint(
+            {"sinks": self.sinks},
+            prefix,
+            {"sinks": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 def layer_spec(config: Config) -> LayerSpec:
