@@ -31,7 +31,7 @@ from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.families import FAMILIES
 from megatron_stppo.weights.sharding.hf_fields import text_fields
 from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes, read_shape
-from megatron_stppo.weights.sharding.hf_write import FILE_BYTES, by_file, finish, write_tensors
+from megatron_stppo.weights.sharding.hf_write import FILE_BYTES, as_stored, by_file, finish, write_tensors
 from megatron_stppo.weights.sharding.spans import training_layouts, whole_spans, widths_of
 from megatron_stppo.weights.sharding.tiles import Spans
 
@@ -70,7 +70,8 @@ def export_hf(
     files = by_file(shapes, dtype.itemsize, file_bytes)
     for name, keys in files.items():
         whole = gather(parameters, layouts, shapes, keys, terms, group)
-        on_first(group, functools.partial(write_tensors, whole, partial / name, partial / "config.json"))
+        held = as_stored(whole)
+        on_first(group, functools.partial(write_tensors, held, partial / name, partial / "config.json"))
     on_first(group, lambda: finish(folder, partial, files, shapes, dtype.itemsize))
 
 

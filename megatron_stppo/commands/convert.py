@@ -1,4 +1,4 @@
-"""The commands `convert to-hf`, `convert to-peft`, `convert to-megatron` and `import-gguf`."""
+"""The commands `convert to-hf`, `convert to-peft`, `convert to-megatron`, `import-gguf`, `import-mxfp4`."""
 
 from __future__ import annotations
 
@@ -119,3 +119,25 @@ def import_gguf(
 
     shape = gguf.import_gguf(file, folder, getattr(torch, dtype), shown)
     say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, {dtype}")
+
+
+@imports.command(
+    "import-mxfp4",
+    epilog=examples("megatron-stppo import-mxfp4 downloads/gpt-oss-20b models/gpt-oss-20b"),
+)
+def import_mxfp4(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="folder of GPT-OSS in MXFP4", show_default=False)
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="new folder to write", show_default=False)],
+) -> None:
+    """Write GPT-OSS's published weights in bfloat16, as a folder which model.path accepts."""
+    from rich.progress import track
+
+    from megatron_stppo.checkpoint import import_mxfp4 as mxfp4
+
+    def shown(names: Sequence[str]) -> list[str]:
+        return list(track(names, "decoding"))
+
+    shape = mxfp4.import_mxfp4(source, folder, shown)
+    say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, bfloat16")

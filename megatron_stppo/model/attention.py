@@ -47,7 +47,7 @@ def for_groups(attend: Callable[..., Any]) -> Callable[..., Any]:
         return partial(attend, enable_gqa=True)
 
     def repeated(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return attend(query, *(_repeated(x, query, 1) for x in (key, value)), *args, **kwargs)
+        return attend(query, *(repeated_heads(x, query, 1) for x in (key, value)), *args, **kwargs)
 
     return repeated
 
@@ -57,10 +57,10 @@ def heads_for(attend: Callable[..., Any], query: Tensor, both: Tensor) -> Tensor
 
     What is chosen from them is then not repeated, and `again` does not keep it.
     """
-    return both if "enable_gqa" in inspect.signature(attend).parameters else _repeated(both, query, 2)
+    return both if "enable_gqa" in inspect.signature(attend).parameters else repeated_heads(both, query, 2)
 
 
-def _repeated(x: Tensor, query: Tensor, dim: int) -> Tensor:
+def repeated_heads(x: Tensor, query: Tensor, dim: int) -> Tensor:
     each = query.shape[1] // x.shape[dim]
     return x if each == 1 else x.repeat_interleave(each, dim)
 
@@ -76,9 +76,10 @@ class Rotation:
     sine: Tensor
 
     @classmethod
-    def of(cls, angle: Tensor, dtype: torch.dtype) -> Rotation:
-        """angle: float32 [P, 1, R], the two halves of R being equal. dtype: of queries and keys."""
-        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
+    def of(cls, angle: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Rotation:
+        """angle: float32 [P, 1, R], the two halves of R being equal. dtype: of queries and keys, which are
+        multiplied by `scale` too."""
+        return cls((angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [P, heads, D]: the pairs (x[i], x[i + R/2]) turn by the token's angle i."""
@@ -302,12 +303,16 @@ class PackedAttention(torch.nn.Module):
             *(x.transpose(0, 1)[None].split(n, 2) for x, n in zip((query, key, value), lengths, strict=True)),
             strict=True,
         ):
-            if q.shape[2] == k.shape[2]:
-                attend = functional.scaled_dot_product_attention
-                out.append(attend(q, k, v, scale=self.scale, enable_gqa=True, is_causal=True))
-            else:  # the queries belong to the last of these tokens
-                out.append((masked if q.is_cuda else Continued.apply)(q, k, v, self.scale))
+            out.append(self._attend_piece(q, k, v))
         return torch.cat(out, dim=2)[0].transpose(0, 1)
+
+    def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if q.shape[2] == k.shape[2]:
+            attend = functional.scaled_dot_product_attention
+            return attend(q, k, v, scale=self.scale, enable_gqa=True, is_causal=True)
+        # the queries belong to the last of these tokens
+        found: Tensor = (masked if q.is_cuda else Continued.apply)(q, k, v, self.scale)
+        return found
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         causal = (-1, 0)  # the causal mask is aligned with the last key, as the queries are

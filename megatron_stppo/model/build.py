@@ -111,7 +111,9 @@ def transformer_config(
     given = dict(config.megatron)
     if "attention_backend" in given:
         given["attention_backend"] = AttnBackend[given["attention_backend"]]
-    return TransformerConfig(**(fields | given))
+    settings = TransformerConfig(**(fields | given))
+    settings.add_bias_linear = shape.bias  # megatron refuses biases of experts with tensor parallelism
+    return settings
 
 
 def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
@@ -171,6 +173,8 @@ def build(
                 rope_scaling_factor=shape.rope_factor or 1.0,
                 vp_stage=number,
             )
+        if shape.yarn is not None:
+            model.use_yarn(shape.yarn, shape.rope_theta)
         expert_rows.use(model)
         if last and is_critic:
             model.output_layer = torch.nn.Identity()

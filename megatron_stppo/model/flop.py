@@ -48,8 +48,14 @@ def mixing(shape: ModelShape, lengths_N: Sequence[int]) -> int:
 
 
 def attention(shape: ModelShape, lengths_N: Sequence[int]) -> int:
-    """Return the FLOP of the products of queries, keys and values in `forward`, which have no weights."""
-    return shape.attention_layers * 2 * shape.heads * shape.head_dim * sum(length**2 for length in lengths_N)
+    """Return the FLOP of the products of queries, keys and values in `forward`, which have no weights.
+
+    A query of a layer with a window of w tokens sees at most w: L^2 - (L - w)^2 takes the place of L^2.
+    """
+    within = sum(shape.window_of(n) > 0 for n in range(shape.layers))
+    squares = shape.attention_layers * sum(length**2 for length in lengths_N)
+    squares -= within * sum(max(0, length - shape.window) ** 2 for length in lengths_N)
+    return 2 * shape.heads * shape.head_dim * squares
 
 
 def adapters(shape: ModelShape, lengths_N: Sequence[int], rank: int, targets: Collection[str]) -> int:

@@ -6,10 +6,12 @@ with the layers that wrote it (checkpoint/fit.py). Hugging Face folders work wit
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -18,14 +20,17 @@ from megatron.core.transformer.transformer_block import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model.attention import GatedAttention, PackedAttention
+from megatron_stppo.model.attention import GatedAttention, PackedAttention, Pieces, repeated_heads
 from megatron_stppo.model.delta_net.convolution import wide
 from megatron_stppo.model.delta_net.layer import GatedDeltaNet
 from megatron_stppo.model.experts.grouped_experts import GroupedExperts
+from megatron_stppo.model.gpt_oss.biased_experts import BiasedExperts
+from megatron_stppo.model.gpt_oss.sinks import FlashPieces, SinkOnFlash, with_sinks
 from megatron_stppo.weights.sharding.delta_net import DeltaNet
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.spans import LayerSpec
@@ -82,10 +87,52 @@ class _Norm(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """megatron's router with logits in float32. megatron 0.16.1 needs TransformerEngine for these."""
+    """megatron's router with logits in float32, or in float64 for such inputs. megatron 0.16.1 needs
+    TransformerEngine for these."""
 
     def gating(self, input: Tensor) -> Tensor:
-        return torch.nn.functional.linear(input.float(), self.weight.float())
+        high = wide(input.dtype)
+        bias = None if self.bias is None else self.bias.to(high)
+        return torch.nn.functional.linear(input.to(high), self.weight.to(high), bias)
+
+
+class SinkAttention(PackedAttention):
+    """Attention with a sink per head (gpt_oss/sinks.py), to the last `window` tokens; 0: to all."""
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, window: int, pg_collection: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.window, self.tp_group = window, pg_collection.tp
+        own = config.num_attention_heads // self.tp_group.size()
+        self.sinks = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
+
+    def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return with_sinks(q, k, v, self.sinks, self.scale, self.window)
+
+    def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+        flash = FlashPieces(
+            pieces.query_offsets, pieces.key_offsets, max(pieces.queries), max(pieces.keys),
+            self.scale, self.window,
+        )  # fmt: skip
+        out: Tensor = SinkOnFlash.apply(
+            query, repeated_heads(key, query, 1), repeated_heads(value, query, 1), self.sinks, flash
+        )
+        return out
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """Return megatron's description of this rank's sinks, for checkpoints."""
+        return make_sharded_tensors_for_checkpoint(
+            {"sinks": self.sinks},
+            prefix,
+            {"sinks": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 def layer_spec(config: Config) -> LayerSpec:
@@ -114,24 +161,28 @@ def block_spec(
         norm = gpt_layer_specs.TENorm
         return TransformerBlockSubmodules([layer] * get_num_layers_to_build(settings, chunk), layer_norm=norm)
     norm = OffsetNorm if shape.offset_norm else RMSNorm
-    of_kind = {net: _local_layer(shape, norm, net) for net in {None, shape.delta_net}}
+    of_kind = {
+        kind: _local_layer(shape, norm, *kind)
+        for kind in {(shape.delta_net_of(n), shape.window_of(n)) for n in range(shape.layers)}
+    }
     first = get_transformer_layer_offset(settings, chunk)
     own = range(first, first + get_num_layers_to_build(settings, chunk))
-    return TransformerBlockSubmodules([of_kind[shape.delta_net_of(n)] for n in own], layer_norm=norm)
+    layers = [of_kind[shape.delta_net_of(n), shape.window_of(n)] for n in own]
+    return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
-def _local_layer(shape: ModelShape, norm: type[RMSNorm], net: DeltaNet | None) -> Any:
+def _local_layer(shape: ModelShape, norm: type[RMSNorm], net: DeltaNet | None, window: int) -> Any:
     """Return megatron's local layer with packed attention, or a gated delta net of the sizes `net`, and with
-    a norm that supports sequence parallelism."""
+    a norm that supports sequence parallelism. window: of attention with sinks."""
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
         num_experts=shape.experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = partial(SinkAttention, window=window) if shape.sinks else PackedAttention
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if shape.experts:
         layer.mlp.submodules.router = Router
-        layer.mlp.submodules.experts.module = GroupedExperts
+        layer.mlp.submodules.experts.module = BiasedExperts if shape.stacked else GroupedExperts
     if shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = norm
     if shape.output_gate:

@@ -21,6 +21,7 @@ from megatron_stppo.model.attention import Chosen, Pack, Rotation
 from megatron_stppo.model.experts.routing import Routing
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.low_rank import Adaptation
+from megatron_stppo.weights.sharding.yarn import Yarn
 
 
 class ValueHead(torch.nn.Module):
@@ -58,7 +59,13 @@ class TokenModel(GPTModel):
         rotary embedding. The other arguments are those of GPTModel."""
         super().__init__(*args, **kwargs)
         self.mesh = mesh
-        self._rotates_in_attention = rotates_in_attention
+        self._rotates_in_attention, self._rotary_scale = rotates_in_attention, 1.0
+
+    def use_yarn(self, yarn: Yarn, base: float) -> None:
+        """Rotate queries and keys by YaRN's angles. base: of the plain frequencies."""
+        plain = self.rotary_pos_emb.inv_freq
+        self.rotary_pos_emb.inv_freq = plain.new_tensor(yarn.frequencies(base, 2 * len(plain)))
+        self._rotary_scale = yarn.scale
 
     def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
         if self.routing is not None:
@@ -80,7 +87,9 @@ class TokenModel(GPTModel):
         if not self._rotates_in_attention:
             return embedded, angles, *rest
         of_token = angles[kwargs["position_ids"][0], 0]
-        kwargs["packed_seq_params"].rotation = Rotation.of(of_token, self.config.params_dtype)
+        kwargs["packed_seq_params"].rotation = Rotation.of(
+            of_token, self.config.params_dtype, self._rotary_scale
+        )
         return embedded, None, *rest
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

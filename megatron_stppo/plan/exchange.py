@@ -134,11 +134,12 @@ def _only(layouts: Mapping[int, Spans], layers: Container[int]) -> dict[int, Spa
 def shard_bytes(spans: Spans, widths: Mapping[str, int], size: int) -> int:
     """Return the bytes of a rank's tensors, including padding.
 
-    A tensor of padding alone is counted with the row width of the embedding, because only the vocabulary is
-    padded.
+    A tensor of padding alone is a part of the vocabulary, with the row width of the embedding, or the bias of
+    an expert.
     """
     total, vocabulary = 0, max(widths[key] for key in widths if "embed" in key)
-    for parts in spans.values():
-        width = next((widths[span.hf_key] for span in parts if span.hf_key != PADDING), vocabulary)
+    for name, parts in spans.items():
+        alone = 1 if ".experts." in name else vocabulary
+        width = next((widths[span.hf_key] for span in parts if span.hf_key != PADDING), alone)
         total += (parts[-1].local + parts[-1].size) * width * size
     return total

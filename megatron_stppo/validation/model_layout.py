@@ -27,6 +27,11 @@ def check_parallel(config: Config, world_size: int) -> Layout:
             "model.layers=transformer_engine: the model has gated delta nets, which only local layers have; "
             "set it to local"
         )
+    if config.model.layers == "transformer_engine" and shape.sinks:
+        raise ConfigError(
+            "model.layers=transformer_engine: only local layers have attention with sinks (model_type="
+            f"{shape.family}); set it to local"
+        )
     if config.algorithm.routing_replay != "off" and not shape.experts:
         raise ConfigError(
             f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "
@@ -62,7 +67,13 @@ def check_engine(config: Config, world_size: int) -> None:
             f"rollout.engine_tensor={tensor} must divide the number of ranks {world_size}; "
             f"choose {_choices(world_size)}"
         )
-    check_layout(read_shape(config.model.path), tensor, field="rollout.engine_tensor", serving=True)
+    shape = read_shape(config.model.path)
+    check_layout(shape, tensor, field="rollout.engine_tensor", serving=True)
+    if shape.stacked and config.serving.replicas is None and shape.ffn % world_size:
+        raise ConfigError(
+            f"model.intermediate_size={shape.ffn}: vLLM's {shape.family} needs a multiple of the number of "
+            f"ranks {world_size}; choose another number, or serve on other nodes (serving.replicas)"
+        )
 
 
 def engine_sizes(shape: ModelShape) -> frozenset[int]:
@@ -161,6 +172,8 @@ def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:
     rows = shape.query_rows + 2 * shape.kv_heads * shape.head_dim
     if not serving and rows % tensor:
         return f"must divide the {rows} rows of the joint q, k, v projection"
+    if serving and shape.sinks and tensor > shape.kv_heads:
+        return f"exceeds model.num_key_value_heads={shape.kv_heads}, which vLLM does not repeat"
     if serving and 0 < shape.experts < tensor:
         return f"exceeds the model's {shape.experts} experts"
     padded = -(-shape.vocab // 64) * 64

@@ -30,6 +30,7 @@ PLANNED = [
     ("qwen3-235b-a22b", "config.yaml", "plan.txt", 256),
     ("qwen3.5-9b", "config.yaml", "plan.txt", 8),
     ("qwen3.6-35b-a3b", "config.yaml", "plan.txt", 32),
+    ("gpt-oss-20b", "config.yaml", "plan.txt", 16),
 ]
 
 

@@ -38,7 +38,7 @@ def test_every_family_has_a_model(tmp_path):
     folders = [models.write_config(tmp_path, family) for family in models.FAMILIES]
     kinds = {json.loads((folder / "config.json").read_text())["model_type"] for folder in folders}
     assert kinds == set(FAMILIES)
-    assert set(models.WITH_EXPERTS) == {"qwen3_moe", "mixtral", "qwen3.5_moe", "qwen3_next"}
+    assert set(models.WITH_EXPERTS) == {"qwen3_moe", "mixtral", "qwen3.5_moe", "qwen3_next", "gpt_oss"}
 
 
 def test_the_exit_status_is_the_number_of_failed_checks(tmp_path):

@@ -37,9 +37,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("Qwen3_5", HYBRID),
     "qwen3.5_moe": ("Qwen3_5Moe", HYBRID | MIXTURE),
     "qwen3_next": ("Qwen3Next", HYBRID | MIXTURE),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 512,
+            "head_dim": 64,
+            "num_key_value_heads": 4,  # vLLM does not repeat them in this family
+        },
+    ),
 }
-WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen3.5_moe", "qwen3_next")
-WITH_DELTA_NETS = {"qwen3.5", "qwen3.5_moe", "qwen3_next"}
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "qwen3.5_moe", "qwen3_next", "gpt_oss")
+LOCAL_ONLY = {"qwen3.5", "qwen3.5_moe", "qwen3_next", "gpt_oss"}  # no layers of TransformerEngine
 
 
 def write_config(folder: Path, family: str) -> Path:

@@ -34,7 +34,7 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
     importlib.import_module("transformer_engine.pytorch")  # before `prepare`, which hides it without a GPU
     process.prepare(engine=False, device="meta")
     with tempfile.TemporaryDirectory() as scratch:
-        for family in sorted(models.FAMILIES.keys() - models.WITH_DELTA_NETS):  # these have local layers only
+        for family in sorted(models.FAMILIES.keys() - models.LOCAL_ONLY):
             folder = models.write_config(Path(scratch), family)
             for ranks, parallel in (*LAYOUTS, EXPERTS) if family in models.WITH_EXPERTS else LAYOUTS:
                 axes = ", ".join(f"{axis} {size}" for axis, size in parallel.items() if size is not True)

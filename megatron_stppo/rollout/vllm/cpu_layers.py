@@ -21,6 +21,8 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
+from megatron_stppo.ops.clamped_swiglu import clamped_swiglu
+
 
 def plain_linears() -> None:
     """Keep the weights of linear layers and of the head as the parameters have them."""
@@ -58,16 +60,29 @@ def _experts(
 ) -> None:
     """Write the experts' result to output [T, H].
 
-    hidden_states [T, H]; w1 [E, 2 F, H]: gate, then up; w2 [E, H, F]; topk_weights and topk_ids [T, k]: the
-    weights and indices of the chosen experts.
+    hidden_states [T, H]; w1 [E, 2 F, H]: gate, then up, or of GPT-OSS in turn; w2 [E, H, F]; topk_weights and
+    topk_ids [T, k]: the weights and indices of the chosen experts.
     """
-    assert activation == MoEActivation.SILU and not kwargs["apply_router_weight_on_input"]
+    assert activation in ACTIVATIONS and not kwargs["apply_router_weight_on_input"]
     output.zero_()
     for expert in topk_ids.unique().tolist():
         token, choice = torch.nonzero(topk_ids == expert, as_tuple=True)
-        gate, up = linear(hidden_states[token], w1[expert]).chunk(2, dim=-1)
-        answer = linear(silu(gate) * up, w2[expert]) * topk_weights[token, choice, None]
+        inner = linear(hidden_states[token], w1[expert], _bias(experts.w1_bias, expert))
+        inner = ACTIVATIONS[activation](inner)
+        answer = linear(inner, w2[expert], _bias(experts.w2_bias, expert)) * topk_weights[token, choice, None]
         output.index_add_(0, token, answer.to(output.dtype))
+
+
+def _bias(biases: Tensor | None, expert: int) -> Tensor | None:
+    return None if biases is None else biases[expert].data
+
+
+def _swiglu(rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+ACTIVATIONS = {MoEActivation.SILU: _swiglu, MoEActivation.SWIGLUOAI: clamped_swiglu}
 
 
 def one_adapter() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 
 from megatron_stppo.data.routes import dtype_of, unknown
 from megatron_stppo.rollout.vllm.generation import RolloutError
@@ -34,9 +34,10 @@ class EngineRoutes:
         On a GPU this must happen before CUDA graphs are captured, because they contain the copies.
         """
         runner, config = worker.model_runner, worker.model_config
-        groups = runner.kv_cache_config.kv_cache_groups  # one with keys and values; others have states
-        specs = [group.kv_cache_spec for group in groups]
-        (self._group,) = (n for n, spec in enumerate(specs) if not isinstance(spec, MambaSpec))
+        # One group has the keys and values of all tokens; others have those of a window, or states.
+        specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
+        parts = MambaSpec | SlidingWindowSpec
+        (self._group,) = (n for n, spec in enumerate(specs) if not isinstance(spec, parts))
         self._block = int(specs[self._group].block_size)
         dtype = dtype_of(config.get_num_experts())
         self._unknown = unknown(dtype)

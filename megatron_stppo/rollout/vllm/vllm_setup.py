@@ -47,8 +47,9 @@ from megatron_stppo.rollout.vllm import cpu_cache  # noqa: E402
 from megatron_stppo.rollout.vllm.engine_adapters import lora_arguments  # noqa: E402
 from megatron_stppo.weights.sharding.families import FAMILIES  # noqa: E402
 from megatron_stppo.weights.sharding.hf_load import load_config, load_generation  # noqa: E402
-from megatron_stppo.weights.sharding.hf_names import read_shape  # noqa: E402
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape  # noqa: E402
 from megatron_stppo.weights.sharding.low_rank import ServedAdapters  # noqa: E402
+from megatron_stppo.weights.sharding.spans import STACKS  # noqa: E402
 
 if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -113,6 +114,7 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
                 "rollout.vllm.kv_cache_memory_bytes: is for a GPU; on a CPU give rollout.kv_cache_gib instead"
             )
         _check_on_cpu(config)
+        _check_biased_experts(read_shape(given.model_path), given.tensor)
         if read_shape(given.model_path).recurrent_layers:
             _plain_delta_nets()
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -203,7 +205,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        experts = name.rpartition(".")[2] in ("w13_weight", "w2_weight")
+        experts = name.rpartition(".")[2] in STACKS
         slices = parameter.data.unbind() if experts else ()
         plain = name.replace(".base_layer.", ".")  # vLLM puts a layer into one that applies adapters
         found |= {f"{plain}.{n}": part for n, part in enumerate(slices)} or {plain: parameter.data}
@@ -303,6 +305,14 @@ def _check_on_cpu(config: PretrainedConfig) -> None:
         raise ConfigError(
             f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "
             "choose a model with a multiple of 32"
+        )
+
+
+def _check_biased_experts(shape: ModelShape, tensor: int) -> None:
+    if shape.stacked and (shape.hidden % 32 or shape.ffn // tensor % 32):
+        raise ConfigError(
+            f"model.path: experts of hidden_size={shape.hidden} and intermediate_size={shape.ffn} over "
+            f"{tensor} ranks cannot be served on a CPU; choose a model with multiples of 32 on a rank"
         )
 
 

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 KINDS = ("full_attention", "linear_attention")  # kinds of layers: attention, gated delta net
+WINDOWS = ("sliding_attention", "full_attention")  # kinds in turn: attention to the last tokens, to all
 
 
 class Family(NamedTuple):
@@ -28,6 +29,11 @@ class Family(NamedTuple):
     output_gate: bool = False  # rows of q_proj are [query, gate] of each head
     offset_norm: bool = False  # norms multiply by 1 + weight, except that of a gated delta net
     shared_expert: bool = False  # all tokens pass through one more expert, which has a gate
+    sinks: bool = False  # the softmax of attention has a term without a key; windows in turn; YaRN
+    bias: bool = False  # in all linear layers but the vocabulary head
+    router: str = "gate"
+    stacked: bool = False  # one tensor has the same linear layer of all experts, see hf_files.py
+    fixed: Mapping[str, Any] = MappingProxyType({})  # only supported values of fields, as in PLAIN
     left_out: tuple[str, ...] = ()  # prefixes of tensors that are not read: of images, of drafts
 
 
@@ -110,6 +116,40 @@ FAMILIES = {
         shared_expert=True,
         missing=HYBRID | {"num_key_value_heads": 2, "norm_topk_prob": True},
         left_out=("mtp.",),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        qkv_bias=True,
+        experts=True,
+        missing={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rope_theta": 150000.0,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "sliding_window": 128,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        sliding=QWEN,
+        sinks=True,
+        bias=True,
+        router="router",
+        stacked=True,
+        # vLLM computes with these, whatever config.json has
+        fixed={
+            "attention_bias": True,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
     ),
 }
 # {model_type of a model with images: that of its part for text, in the field text_config}

@@ -94,7 +94,7 @@ class _Checkpoint:
         key, dim, start, size, _ = span
         if key not in self._entries:
             raise ConfigError(f"{self.folder}: has no tensor {key!r}; the checkpoint is not complete")
-        path, _, held, stored, part = self._entries[key]
+        path, _, held, stored, part, transposed = self._entries[key]
         across = (held[:dim] + held[dim + 1 :], shape[:dim] + shape[dim + 1 :])
         if across[0] != across[1] or held[dim] < start + size:
             raise ConfigError(
@@ -103,6 +103,9 @@ class _Checkpoint:
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
         view, rows = self._open[path].get_slice(stored), slice(start, start + size)
+        if part is not None and transposed:
+            turned: Tensor = view[part[0], :, rows] if dim == 0 else view[part[0], rows]
+            return turned.t()
         if part is not None:  # of an expert, in a tensor with those of all
             expert, first = part
             own = slice(first, first + held[0])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.families import FAMILIES, KINDS, TEXT_PARTS, Family
+from megatron_stppo.weights.sharding.families import FAMILIES, KINDS, TEXT_PARTS, WINDOWS, Family
 
 REMEDY = "give model.path a Hugging Face checkpoint folder"
 
@@ -135,6 +135,19 @@ def layer_kinds(folder: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(kinds)
 
 
+def window_kinds(folder: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of layers of a family with windows in turn. Raises ConfigError for other layer_types,
+    which vLLM would not read."""
+    layers, kinds = count_of(folder, given, "num_hidden_layers"), given.get("layer_types")
+    known = tuple(WINDOWS[layer % 2] for layer in range(layers))
+    if kinds is not None and (not isinstance(kinds, list) or tuple(kinds) != known):
+        raise ConfigError(
+            f"{folder}: layer_types={kinds!r} is not supported; it must have {[*WINDOWS]} in turn for the "
+            f"{layers} layers"
+        )
+    return known
+
+
 def count_of(folder: Path, raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
     """Return a field that must be an integer >= 1; null is `default`. Raises ConfigError otherwise."""
     value = raw.get(name)
@@ -177,21 +190,24 @@ def _check_plain(folder: Path, raw: Mapping[str, Any], family: Family) -> None:
     quantised = raw.get("quantization_config") or raw.get("compression_config")
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        remedy = "use the model's folder in bfloat16, or dequantise it"
+        if family.stacked and method == "mxfp4":
+            remedy = f"write them in bfloat16 with: megatron-stppo import-mxfp4 {folder} FOLDER"
         raise ConfigError(
             f"{folder}: quantization_config.quant_method={method!r} is not supported, the weights would be "
-            "read without their scales; use the model's folder in bfloat16, or dequantise it"
+            f"read without their scales; {remedy}"
         )
     off = {"sliding_window"} - {family.sliding} | ({"qkv_bias"} if family.qkv_bias else set())
     off |= {"partial_rotary_factor", "mrope_section"} if family.delta_net else set()
     if raw.get("output_gate_type") == "swish":  # another name of silu
         off |= {"output_gate_type"}
-    for name, plain in PLAIN.items():
+    for name, plain in (PLAIN | dict(family.fixed)).items():
         value = raw.get(name)
         if value not in (None, plain) and name not in off:
             raise ConfigError(
                 f"{folder}: {name}={value!r} is not supported; use a checkpoint with {name}={plain!r}"
             )
-    if not family.delta_net:
+    if not family.delta_net and not family.sinks:
         check_only(folder, raw, "layer_types", "full_attention")
 
 

@@ -1,8 +1,8 @@
 """The safetensors files of a Hugging Face folder: which tensor is in which file, and their types and shapes.
 
 Some folders have other names than those of hf_names.py: the text model is a part of a model with images, or
-one tensor holds the projections of all experts. `entries` has one entry for each tensor of hf_names.py.
-Does not import torch.
+one tensor holds the projections of all experts, in GPT-OSS transposed and with biases. `entries` has one
+entry for each tensor of hf_names.py. Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ PIECE = 1 << 24  # bytes that are compared at once
 
 
 TEXT = "model.language_model."  # prefix of the text model in a model with images
-JOINED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
+JOINED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias)?")
+# an expert's tensor that hf_names.py has for a part of such a tensor with biases
+STACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)\d+\.(gate_up|down)\.(weight|bias)")
 
 
 class Entry(NamedTuple):
@@ -38,6 +40,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     key: str
     part: tuple[int, int] | None = None  # index of the expert, and the first of its rows; None: the whole
+    transposed: bool = False  # the file's tensor has the expert's columns before its rows
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -68,7 +71,7 @@ def entries(folder: Path) -> dict[str, Entry]:
     Raises ConfigError if a file cannot be read or the index is wrong.
     """
     named = _weight_map(folder)
-    found: dict[str, Entry] = {}
+    given: list[Entry] = []
     for name in [SINGLE] if named is None else sorted(set(named.values())):
         path = folder / name
         try:
@@ -80,22 +83,34 @@ def entries(folder: Path) -> dict[str, Entry]:
                             "file; fetch both again"
                         )
                     view = file.get_slice(key)
-                    found |= _named(Entry(path, view.get_dtype(), tuple(view.get_shape()), key))
+                    given.append(Entry(path, view.get_dtype(), tuple(view.get_shape()), key))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None
-    present = {entry.key for entry in found.values()}
+    present = {entry.key for entry in given}
     absent = sorted(named.keys() - present) if named is not None else []
     if absent:
         raise ConfigError(f"{folder}: no file has the tensor {absent[0]!r} of {INDEX}; fetch both again")
-    return found
+    biased = any(key.endswith(".experts.gate_up_proj_bias") for key in present)
+    return {name: of for entry in given for name, of in _named(entry, biased).items()}
 
 
-def _named(entry: Entry) -> dict[str, Entry]:
-    """Return the tensors of hf_names.py that a file's tensor holds; under its own name if there are none."""
+def _named(entry: Entry, biased: bool) -> dict[str, Entry]:
+    """Return the tensors of hf_names.py that a file's tensor holds; under its own name if there are none.
+
+    biased: whether the folder's experts have biases. Then each is [columns, rows], gate and up in turn.
+    """
     name = entry.key.replace(TEXT, "model.", 1) if entry.key.startswith(TEXT) else entry.key
     joined = JOINED.fullmatch(name)
-    if joined is None or len(entry.shape) != 3:
+    if joined is None or len(entry.shape) != (2 if joined[3] else 3):
         return {name: entry}
+    if biased:
+        kind, shape = "bias" if joined[3] else "weight", entry.shape[:0:-1]
+        return {
+            f"{joined[1]}{expert}.{joined[2].removesuffix('_proj')}.{kind}": entry._replace(
+                shape=shape, part=(expert, 0), transposed=joined[3] is None
+            )
+            for expert in range(entry.shape[0])
+        }
     experts, rows, columns = entry.shape
     linears = ("gate_proj", "up_proj") if joined[2] == "gate_up_proj" else ("down_proj",)
     each = rows // len(linears)
@@ -104,6 +119,15 @@ def _named(entry: Entry) -> dict[str, Entry]:
         for expert in range(experts)
         for n, linear in enumerate(linears)
     }
+
+
+def stack_of(name: str) -> str:
+    """Return the file's tensor that holds a tensor of hf_names.py; `name` itself unless experts have biases.
+
+    Example: model.layers.0.mlp.experts.gate_up_proj_bias holds model.layers.0.mlp.experts.3.gate_up.bias.
+    """
+    found = STACKED.fullmatch(name)
+    return f"{found[1]}{found[2]}_proj{'_bias' * (found[3] == 'bias')}" if found else name
 
 
 def head_of_critic(folder: Path) -> Head:

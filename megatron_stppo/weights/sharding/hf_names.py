@@ -24,7 +24,9 @@ from megatron_stppo.weights.sharding.hf_fields import (
     rope_factor,
     rope_settings,
     rotary_share,
+    window_kinds,
 )
+from megatron_stppo.weights.sharding.yarn import Yarn
 
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 # of a critic: the head of transformers' ForTokenClassification with one label. Reward models have no bias.
@@ -63,6 +65,11 @@ class ModelShape:
     offset_norm: bool = False  # norms multiply by 1 + weight, except that of a gated delta net
     rotary_share: float = 1.0  # of a head, that is rotated
     shared_ffn: int = 0  # of the expert that all tokens pass through; 0: there is none
+    sinks: bool = False  # the softmax of attention has one more term per head, which belongs to no token
+    window: int = 0  # tokens that sliding attention sees, the token itself included
+    bias: bool = False  # all linear layers have biases but the vocabulary head
+    stacked: bool = False  # experts have one projection with gate and up in turn, and clamp it
+    yarn: Yarn | None = None  # of the rotary embeddings
 
     @property
     def recurrent_layers(self) -> int:
@@ -82,6 +89,10 @@ class ModelShape:
         """Return the sizes of a layer that is a gated delta net; None for attention."""
         return self.delta_net if self.kinds and self.kinds[layer] == "linear_attention" else None
 
+    def window_of(self, layer: int) -> int:
+        """Return the number of tokens that a layer's attention sees; 0 if it sees all before."""
+        return self.window if self.kinds and self.kinds[layer] == "sliding_attention" else 0
+
     def padded_vocab(self, tensor: int) -> int:
         """Return the rows that megatron allocates: `vocab` rounded up to a multiple of 128 * tensor."""
         unit = 128 * tensor
@@ -91,13 +102,22 @@ class ModelShape:
         return f"model.layers.{layer}.{FAMILIES[self.family].mlp}."
 
     def router(self, layer: int) -> str:
-        return self.mlp_prefix(layer) + "gate.weight"
+        return f"{self.mlp_prefix(layer)}{FAMILIES[self.family].router}.weight"
+
+    def router_bias(self, layer: int) -> str:
+        return f"{self.mlp_prefix(layer)}{FAMILIES[self.family].router}.bias"
 
     def projections(self, layer: int, expert: int | None = None) -> tuple[str, str, str]:
         """Return the names of the gate, up and down projections (of one expert, in a model with experts)."""
         prefix = self.mlp_prefix(layer) + (f"experts.{expert}." if self.experts else "")
         gate, up, down = (f"{prefix}{name}.weight" for name in FAMILIES[self.family].projections)
         return gate, up, down
+
+    def linears(self, layer: int, expert: int) -> tuple[str, str]:
+        """Return the names of an expert's two layers, without "weight" and "bias": the rows of gate and up in
+        turn, and down. The checkpoint has no such tensors, but those of all experts (hf_files.stack_of)."""
+        prefix = f"{self.mlp_prefix(layer)}experts.{expert}."
+        return f"{prefix}gate_up.", f"{prefix}down."
 
     def shared(self, layer: int) -> tuple[str, str, str]:
         """Return the names of the shared expert's gate, up and down projections."""
@@ -136,6 +156,8 @@ def read_shape(folder: Path) -> ModelShape:
                 f"{folder}: linear_num_value_heads={delta_net.value_heads} must be a multiple of "
                 f"linear_num_key_heads={delta_net.key_heads}; fetch config.json again"
             )
+    kinds = window_kinds(folder, given) if family.sinks else ()
+    kinds = layer_kinds(folder, given) if family.delta_net else kinds
     return ModelShape(
         family=name,
         layers=count("num_hidden_layers"),
@@ -149,18 +171,23 @@ def read_shape(folder: Path) -> ModelShape:
         rope_theta=rate_of(folder, rope, "rope_theta"),
         norm_eps=rate_of(folder, given, "rms_norm_eps"),
         max_positions=count("max_position_embeddings"),
-        rope_factor=rope_factor(folder, rope, family.delta_net),
+        rope_factor=None if family.sinks else rope_factor(folder, rope, family.delta_net),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         experts=count(experts_field(folder, given)) if family.experts else 0,
         experts_per_token=count("num_experts_per_tok") if family.experts else 0,
         renormalised=family.renormalises or flag_of(folder, given, "norm_topk_prob"),
-        kinds=layer_kinds(folder, given) if family.delta_net else (),
+        kinds=kinds,
         delta_net=delta_net,
         output_gate=family.output_gate,
         offset_norm=family.offset_norm,
         rotary_share=rotary_share(folder, rope, head_dim) if family.delta_net else 1.0,
         shared_ffn=count("shared_expert_intermediate_size") if family.shared_expert else 0,
+        sinks=family.sinks,
+        window=count("sliding_window") if family.sinks else 0,
+        bias=family.bias,
+        stacked=family.stacked,
+        yarn=Yarn.of(folder, rope) if family.sinks else None,
     )
 
 
@@ -178,7 +205,9 @@ def hf_shapes(shape: ModelShape, head: Head = "vocabulary") -> dict[str, tuple[i
         shapes |= net.shapes(prefix + "linear_attn.", c.hidden) if net is not None else {}
         if c.experts:
             shapes[c.router(layer)] = (c.experts, c.hidden)
-        for expert in range(c.experts or 1):
+        if c.stacked:
+            shapes |= _biased_experts(c, layer)
+        for expert in range(0 if c.stacked else c.experts or 1):
             shapes |= _projections(c.projections(layer, expert), c.ffn, c.hidden)
         if c.shared_ffn:
             shapes |= _projections(c.shared(layer), c.shared_ffn, c.hidden)
@@ -199,6 +228,20 @@ def _attention(c: ModelShape, prefix: str) -> dict[str, tuple[int, ...]]:
         shapes[f"{prefix}q_norm.weight"] = (c.head_dim,)
         shapes[f"{prefix}k_norm.weight"] = (c.head_dim,)
     shapes[f"{prefix}o_proj.weight"] = (c.hidden, c.heads * c.head_dim)
+    if c.bias:
+        shapes[f"{prefix}o_proj.bias"] = (c.hidden,)
+    if c.sinks:
+        shapes[f"{prefix}sinks"] = (c.heads,)
+    return shapes
+
+
+def _biased_experts(c: ModelShape, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer's experts and the router's bias, linear layer by linear layer."""
+    shapes: dict[str, tuple[int, ...]] = {c.router_bias(layer): (c.experts,)}
+    for number, (rows, columns) in enumerate(((2 * c.ffn, c.hidden), (c.hidden, c.ffn))):
+        of_experts = [c.linears(layer, expert)[number] for expert in range(c.experts)]
+        shapes |= {f"{name}weight": (rows, columns) for name in of_experts}
+        shapes |= {f"{name}bias": (rows,) for name in of_experts}
     return shapes
 
 

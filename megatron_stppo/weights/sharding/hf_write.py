@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -12,22 +12,43 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_stppo.base.files import replace_folder
-from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE
+from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE, stack_of
 
 Shapes = Mapping[str, tuple[int, ...]]  # of hf_shapes
 FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
 
 
+def stacks(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return {tensor of a file: the tensors of hf_shapes that it holds}, in order."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(stack_of(name), []).append(name)
+    return found
+
+
+def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file: with those of all experts in one, if it is so in the checkpoint.
+
+    Each is [experts, columns, rows], or [experts, rows] for biases.
+    """
+    return {
+        stored: tensors[stored] if names == [stored] else torch.stack([tensors[name].t() for name in names])
+        for stored, names in stacks(tensors).items()
+    }
+
+
 def by_file(shapes: Shapes, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
-    """Return {file name: its tensors}, in the order of `shapes`, with up to `limit` bytes per file."""
+    """Return {file name: its tensors}, in the order of `shapes`, with up to `limit` bytes per file.
+
+    Those of one stack are in one file."""
     groups: list[list[str]] = [[]]
     size = 0
-    for key, dims in shapes.items():
-        bytes_ = torch.Size(dims).numel() * itemsize
+    for keys in stacks(shapes).values():
+        bytes_ = sum(torch.Size(shapes[key]).numel() for key in keys) * itemsize
         if groups[-1] and size + bytes_ > limit:
             groups.append([])
             size = 0
-        groups[-1].append(key)
+        groups[-1] += keys
         size += bytes_
     if len(groups) == 1:
         return {SINGLE: groups[0]}
@@ -47,7 +68,7 @@ def finish(
 ) -> None:
     if len(files) > 1:
         total = sum(torch.Size(dims).numel() for dims in shapes.values()) * itemsize
-        weight_map = {key: name for name, keys in files.items() for key in keys}
+        weight_map = {stack_of(key): name for name, keys in files.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     publish(partial, folder)

@@ -28,11 +28,13 @@ EXPERT = {
     "local": "experts.local_experts.{expert}.{linear}.weight",
     "transformer_engine": "experts.{linear}.weight{expert}",
 }
+STACKS = ("w13_weight", "w2_weight", "w13_bias", "w2_bias")  # vLLM's tensors of all experts of a layer
 # w2 is Mixtral's down projection; of an adapter B A, A has the columns
 ROW_PARALLEL = (
     "o_proj.weight",
     "out_proj.weight",  # of a gated delta net
     "down_proj.weight",
+    ".down.weight",
     "w2.weight",
     "o_proj.lora_A.weight",
     "down_proj.lora_A.weight",
@@ -109,6 +111,11 @@ def _training_mixer(
     spans = {target + "linear_proj.weight": tile(1, [(source + "o_proj.weight", tensor * heads, heads)])}
     for kind in ("weight", "bias") if shape.qkv_bias else ("weight",):
         spans[f"{target}linear_qkv.{kind}"] = _grouped_qkv(shape, size, tensor, source, kind)
+    if shape.bias:
+        spans[target + "linear_proj.bias"] = whole(source + "o_proj.bias", shape.hidden)
+    if shape.sinks:
+        own = shape.heads // size
+        spans[target + "core_attention.sinks"] = tile(0, [(source + "sinks", tensor * own, own)])
     for x in "qk" if shape.qk_norm else "":
         spans[f"{target}{x}_layernorm.weight"] = whole(f"{source}{x}_norm.weight", shape.head_dim)
     return spans
@@ -157,7 +164,14 @@ def serving_spans(shape: ModelShape, tensor_size: int, tensor: int) -> dict[str,
         spans |= _serving_mlp(shape, layer, tensor_size, tensor)
         for norm in ("input_layernorm.weight", "post_attention_layernorm.weight"):
             spans[prefix + norm] = whole(prefix + norm, shape.hidden)
-    return spans
+    return {served_name(shape, name): of for name, of in spans.items()}
+
+
+def served_name(shape: ModelShape, name: str) -> str:
+    """Return vLLM's name of a parameter, which in one family differs from that of the checkpoint."""
+    if not shape.sinks:
+        return name
+    return name.replace(".self_attn.", ".attn.").replace("embed_tokens", "embedding")
 
 
 def _serving_attention(shape: ModelShape, prefix: str, size: int, tensor: int) -> dict[str, tuple[Span, ...]]:
@@ -173,6 +187,11 @@ def _serving_attention(shape: ModelShape, prefix: str, size: int, tensor: int) -
         ]
         spans[f"{prefix}qkv_proj.{kind}"] = tile(0, parts)
     spans[prefix + "o_proj.weight"] = tile(1, [(prefix + "o_proj.weight", tensor * heads, heads)])
+    if shape.bias:  # vLLM adds it on the first rank
+        spans[prefix + "o_proj.bias"] = whole(prefix + "o_proj.bias", shape.hidden)
+    if shape.sinks:
+        own = shape.heads // size
+        spans[prefix + "sinks"] = tile(0, [(prefix + "sinks", tensor * own, own)])
     for x in "qk" if shape.qk_norm else "":
         spans[f"{prefix}{x}_norm.weight"] = whole(f"{prefix}{x}_norm.weight", shape.head_dim)
     return spans
@@ -191,10 +210,16 @@ def _training_mlp(
         names = (target + "linear_fc1.weight", target + "linear_fc2.weight")
         return _mlp(shape.projections(layer), tensor, ffn, names)
     spans = {target + "router.weight": whole(shape.router(layer), shape.experts)}
+    if shape.bias:
+        spans[target + "router.bias"] = whole(shape.router_bias(layer), shape.experts)
     each = shape.experts // layout.expert
     for local in range(each):
         names = tuple(target + EXPERT[spec].format(expert=local, linear=f"linear_fc{i}") for i in (1, 2))
         expert = layout.expert_rank(rank) * each + local
+        if shape.stacked:
+            biases = tuple(name.replace(".weight", ".bias") for name in names)
+            spans |= _biased(shape, layer, expert, tensor, ffn, (*names, *biases))
+            continue
         spans |= _mlp(shape.projections(layer, expert), tensor, ffn, names)
     if shape.shared_ffn:
         names = tuple(f"{target}shared_experts.linear_fc{i}.weight" for i in (1, 2))
@@ -214,8 +239,16 @@ def _serving_mlp(shape: ModelShape, layer: int, size: int, tensor: int) -> dict[
         names = (prefix + "gate_up_proj.weight", prefix + "down_proj.weight")
         return _mlp(shape.projections(layer), tensor, ffn, names)
     spans = {shape.router(layer): whole(shape.router(layer), shape.experts)}
+    if shape.bias:
+        spans[shape.router_bias(layer)] = whole(shape.router_bias(layer), shape.experts)
     stacks = prefix + "experts.routed_experts."
     for expert in range(shape.experts):
+        if shape.stacked:
+            names = tuple(f"{stacks}{one}.{expert}" for one in STACKS)
+            spans |= _biased(shape, layer, expert, tensor, ffn, names)
+            if tensor > 0:  # vLLM adds up the ranks' results with their biases
+                spans[names[-1]] = whole(PADDING, shape.hidden)
+            continue
         names = (f"{stacks}w13_weight.{expert}", f"{stacks}w2_weight.{expert}")
         spans |= _mlp(shape.projections(layer, expert), tensor, ffn, names)
     if shape.shared_ffn:
@@ -235,6 +268,21 @@ def _mlp(
     return {
         names[0]: tile(0, [(key, tensor * rows, rows) for key in (gate, up)]),
         names[1]: tile(1, [(down, tensor * rows, rows)]),
+    }
+
+
+def _biased(
+    shape: ModelShape, layer: int, expert: int, tensor: int, ffn: int, names: tuple[str, ...]
+) -> dict[str, tuple[Span, ...]]:
+    """Return the spans of the tensors `names` of an expert with biases: weights of gate and up in turn, and
+    of down, then their biases. ffn: this rank's part of the expert's size."""
+    up, down = shape.linears(layer, expert)
+    rows = 2 * ffn
+    return {
+        names[0]: tile(0, [(up + "weight", tensor * rows, rows)]),
+        names[1]: tile(1, [(down + "weight", tensor * ffn, ffn)]),
+        names[2]: tile(0, [(up + "bias", tensor * rows, rows)]),
+        names[3]: whole(down + "bias", shape.hidden),
     }
 
 

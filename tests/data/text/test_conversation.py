@@ -99,3 +99,22 @@ def test_a_template_without_an_end_of_text_token_after_the_assistant_is_refused(
     bare = byte_level(QWEN, "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}")
     with pytest.raises(ConfigError, match="does not end the assistant's messages with an end-of-text token"):
         encode_after(bare, CHAT, None, 1, 5, [tokenizer.eos_token_id])
+
+
+HARMONY = """{% for m in messages %}<|start|>{{ m.role }}\
+{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}\
+{% if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
+
+def test_a_template_like_that_of_gpt_oss_has_a_prompt_and_no_second_turn() -> None:
+    """It ends messages with <|end|>, which also follows the analysis; replies end with <|return|>."""
+    names = ["<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer: Any = byte_level(names, HARMONY)
+    ids = encode_conversation(tokenizer, CHAT[:1])
+    assert tokenizer.decode(ids) == "<|start|>user<|message|>Which city?<|end|><|start|>assistant"
+    assert [tokenizer.convert_ids_to_tokens(n) for n in controls(tokenizer, ids)] == [
+        *("<|start|>", "<|message|>", "<|end|>", "<|start|>")
+    ]
+    end = tokenizer.convert_tokens_to_ids("<|return|>")
+    with pytest.raises(ConfigError, match=r"does not end the assistant's messages .* environment.after_end"):
+        encode_after(tokenizer, CHAT, None, 1, end, [end])

@@ -11,7 +11,17 @@ from megatron_stppo.algorithm.variants import VARIANTS
 from tests.rollout.vllm.tiny import build_model
 from tests.training.loop import small_run
 
-FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe", "mixtral", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+FAMILIES = (
+    "qwen2",
+    "qwen3",
+    "llama",
+    "qwen3_moe",
+    "mixtral",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "gpt_oss",
+)
 LAYOUTS = {
     "tensor": ("parallel.tensor=2",),
     "sequence": ("parallel.tensor=2", "parallel.sequence=true"),
@@ -21,7 +31,7 @@ LAYOUTS = {
     "distributed optimizer": ("parallel.tensor=1", "update.actor.distributed=true"),
     "engine on both ranks": ("parallel.tensor=1", "rollout.engine_tensor=2"),
 }
-MIXTURES = ("qwen3_moe", "mixtral", "qwen3_5_moe")
+MIXTURES = ("qwen3_moe", "mixtral", "qwen3_5_moe", "gpt_oss")
 ONE, ADAPTERS = ("parallel.tensor=1",), ("model.lora.rank=4",)
 SERVED = (*ONE, "serving.replicas=1")
 RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, overrides)}

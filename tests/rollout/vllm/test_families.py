@@ -26,6 +26,7 @@ MORE = {
     "mixtral": (1, {}, 1),
     "qwen3_5_moe": (2, {"expert": 2}, 2),
     "qwen3_next": (2, {"pipeline": 2}, 2),
+    "gpt_oss": (2, {"expert": 2}, 2),
 }
 # what an engine on a CPU can serve
 SIZES = {
@@ -42,7 +43,9 @@ SIZES = {
 def test_engine_serves_the_checkpoint_that_the_trainer_loaded(tmp_path: Path, family: str) -> None:
     world, parallel, engine_tensor = (CASES | MORE)[family]
     hybrid = family in ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-    write_model(tmp_path, family, **SIZES | ({"layer_types": [*KINDS[::-1]]} if hybrid else {}))
+    changes = {"layer_types": [*KINDS[::-1]]} if hybrid else {}
+    changes |= {"intermediate_size": 128} if family == "gpt_oss" else {}
+    write_model(tmp_path, family, **SIZES | changes)
     build_tokenizer().save_pretrained(tmp_path)
     seen = run_ranks(families.observe, world, tmp_path, parallel, engine_tensor)
     assert all(other == seen[0] for other in seen)

@@ -47,6 +47,16 @@ OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", HYBRID),
     "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | MIXTURE),
     "qwen3_next": ("Qwen3Next", HYBRID | MIXTURE),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "intermediate_size": 128,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 CORPUS = [
     "<search>capital of France</search> <information>Doc 1(Title: Paris) Paris is the capital of France.",
@@ -74,22 +84,22 @@ def build_model(folder: Path, family: str = "qwen3", vocabulary: int = VOCABULAR
     tokenizer = build_tokenizer()
     prefix, special = OF_FAMILY[family]
     text = "Text" if prefix.startswith("Qwen3_5") else ""
-    config = getattr(transformers, f"{prefix}{text}Config")(
-        vocab_size=vocabulary,
-        hidden_size=128 if family == "qwen2" else 64,  # vLLM divides it by the heads for Qwen2
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 128 if family == "qwen2" else 64,  # vLLM divides it by the heads for Qwen2
         **({} if family == "qwen3_5_moe" else {"intermediate_size": 96}),
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        initializer_range=0.1,
-        dtype="float32",
-        **special,
-    )
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "initializer_range": 0.1,
+        "dtype": "float32",
+    }
+    config = getattr(transformers, f"{prefix}{text}Config")(**sizes | special)
     torch.manual_seed(0)
     getattr(transformers, f"{prefix}ForCausalLM")(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,4 +1,5 @@
-"""A run of a mixture with gated delta nets: the engine's experts replayed, killed, resumed, converted."""
+"""Runs of mixtures, with gated delta nets or with sinks and windows: the engine's experts replayed, killed,
+resumed, converted."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ SETTINGS = (
 
 
 @pytest.mark.long
-def test_a_run_is_resumed_with_the_same_bits_and_converted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "gpt_oss"])
+def test_a_run_is_resumed_with_the_same_bits_and_converted(tmp_path: Path, family: str) -> None:
     config, folder = small_run.write(tmp_path), tmp_path / "own"
-    build_model(folder, "qwen3_5_moe")
+    build_model(folder, family)
     given = (*SETTINGS, f"model.path={folder}")
     runs = [tmp_path / "runs" / name for name in ("whole", "cut")]
     commands = [(*given, "run.name=whole"), (*given, "run.name=cut", "--resume")]

@@ -25,6 +25,15 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA3}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 # three gated delta nets, then attention
 HYBRID: dict[str, Any] = {
     "head_dim": 32,
@@ -54,6 +63,17 @@ OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5", HYBRID),
     "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | MIXTURE),
     "qwen3_next": ("Qwen3Next", HYBRID | MIXTURE),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 4,
+            "max_position_embeddings": 256,
+            "rope_parameters": YARN,
+        },
+    ),
 }
 
 
@@ -76,6 +96,8 @@ def write_model(folder: Path, family: str = "qwen3", **changes: Any) -> None:
                 parameter.add_(0.1 * torch.sin(torch.arange(len(parameter)) + len(key)))
             if key.endswith("A_log"):  # decays as a trained model has them; initial ones forget at once
                 parameter.copy_(torch.linspace(-3, 1, len(parameter)))
+            if key.endswith("proj_bias"):  # of experts, with gates on both sides of their limit
+                parameter.add_(3 * torch.sin(3.0 * torch.arange(parameter.numel())).view_as(parameter))
     model.save_pretrained(folder)
 
 

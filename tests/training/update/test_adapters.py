@@ -33,6 +33,7 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool, Any, str]] = {
     "pipeline": ("qwen2", 2, {"pipeline": 2}, False, ATTENTION, "full"),
     "data": ("qwen3", 2, {}, True, "all-linear", "none"),
     "experts": ("mixtral", 2, {"tensor": 2, "sequence": True}, False, "all-linear", "none"),
+    "sinks": ("gpt_oss", 2, {"tensor": 2, "sequence": True}, False, "all-linear", "selective"),
 }
 
 

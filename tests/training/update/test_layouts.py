@@ -64,12 +64,16 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "delta_net_experts": ("qwen3_5_moe", 2, {"expert": 2}, False),
     "delta_net_experts_tensor": ("qwen3_5_moe", 2, {"tensor": 2, "sequence": True}, False),
     "joined_delta_net": ("qwen3_next", 2, {"pipeline": 2}, False),
+    "sinks": ("gpt_oss", 1, {}, False),
+    "sinks_experts_over_all": ("gpt_oss", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
+    "sinks_pipeline_context": ("gpt_oss", 4, {"pipeline": 2, "context": 2}, False),
     "uneven": ("llama", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
 }
 # recomputation of activations, which must not change any result
 RECOMPUTE = {"virtual": "full", "context": "selective", "experts_over_context": "full"}
 # gradients of the weights are added to the main gradients by one product
 FUSED = {"virtual", "context", "tensor_sequence_pipeline", "experts_over_all", "experts_over_data"}
+FUSED |= {"sinks_experts_over_all"}
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,8 @@ MORE = [
     ("qwen3", {"context": 2}, {"pipeline": 2}, 0, "bfloat16"),
     ("qwen3_5_moe", {"tensor": 2, "sequence": True}, {"expert": 2}, 0, "float32"),
     ("qwen3_next", {}, {"tensor": 2, "sequence": True}, 0, "bfloat16"),
+    ("gpt_oss", {"tensor": 2, "sequence": True}, {"pipeline": 2}, 0, "float32"),
+    ("gpt_oss", {"expert": 2}, {"tensor": 2, "sequence": True}, 0, "bfloat16"),
 ]
 
 

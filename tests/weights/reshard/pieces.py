@@ -31,12 +31,14 @@ def checkpoint(shape: ModelShape, dtype=torch.float32) -> dict[str, Tensor]:
     return held
 
 
-def local_shape(spans, widths) -> tuple[int, ...]:
+def local_shape(spans, widths, name="") -> tuple[int, ...]:
     last = spans[-1]
     rows = last.local + last.size
     keys = [span.hf_key for span in spans if span.hf_key != PADDING]
     width = widths[keys[0]] if keys else widths["model.embed_tokens.weight"]
-    if keys and keys[0].endswith((".bias", "norm.weight", "A_log", "dt_bias")):
+    if ".w2_bias." in name:
+        return (rows,)
+    if keys and keys[0].endswith((".bias", "norm.weight", "A_log", "dt_bias", "sinks")):
         return (rows,)
     if keys and keys[0].endswith("conv1d.weight"):
         return (rows, 1, width)
@@ -45,12 +47,12 @@ def local_shape(spans, widths) -> tuple[int, ...]:
 
 def blank(spans: Spans, widths, dtype=torch.float32) -> dict[str, Tensor]:
     """Return tensors with a rank's shapes and the value -1."""
-    return {n: torch.full(local_shape(s, widths), -1, dtype=dtype) for n, s in spans.items()}
+    return {n: torch.full(local_shape(s, widths, n), -1, dtype=dtype) for n, s in spans.items()}
 
 
 def cut(spans: Spans, held, widths, dtype=torch.float32) -> dict[str, Tensor]:
     """Return a rank's tensors, sliced from a checkpoint by its spans; padding has the value 77."""
-    out = {n: torch.full(local_shape(s, widths), 77, dtype=dtype) for n, s in spans.items()}
+    out = {n: torch.full(local_shape(s, widths, n), 77, dtype=dtype) for n, s in spans.items()}
     for name, tensor_spans in spans.items():
         for key, dim, start, size, local in tensor_spans:
             if key != PADDING:

@@ -71,6 +71,7 @@ def models_and_layouts(draw):
         tied=draw(st.booleans()),
         qkv_bias=FAMILIES[family].qkv_bias,
         qk_norm=FAMILIES[family].qk_norm,
+        **{name: getattr(FAMILIES[family], name) for name in ("bias", "sinks", "stacked")},
         experts=experts,
     )
     spec = draw(st.sampled_from(["local", "transformer_engine"]))

@@ -38,6 +38,8 @@ UNUSED = {  # fields that do not change the log-probs of a model that is evaluat
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 }
 
+YARN = FAMILIES["gpt_oss"].missing["rope_parameters"]
+
 
 def read(folder: Path, family: str, **fields: Any) -> Any:
     name = "num_local_experts" if family == "mixtral" else "num_experts"
@@ -51,7 +53,7 @@ def test_every_field_of_a_family_is_read_or_refused_or_does_not_matter(family: s
     kind = CONFIG_MAPPING[family]
     own = {field.name for field in dataclasses.fields(kind)}
     common = {field.name for field in dataclasses.fields(kind.__mro__[1])} - {"rope_parameters"}
-    assert own - common - READ - PLAIN.keys() - UNUSED == set()
+    assert own - common - READ - PLAIN.keys() - FAMILIES[family].fixed.keys() - UNUSED == set()
 
 
 @each_family
@@ -74,6 +76,11 @@ def test_a_missing_field_has_the_value_of_transformers(tmp_path: Path, family: s
         )
         assert (net.key_dim, net.value_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
         assert net.width == theirs.linear_conv_kernel_dim
+    if (yarn := shape.yarn) is not None:
+        rope = theirs.rope_parameters
+        assert (yarn.factor, yarn.fast, yarn.slow) == (rope["factor"], rope["beta_fast"], rope["beta_slow"])
+        assert (yarn.original, yarn.truncate) == (rope["original_max_position_embeddings"], rope["truncate"])
+        assert (list(shape.kinds), shape.window) == (theirs.layer_types, theirs.sliding_window)
     if shape.shared_ffn:
         assert shape.shared_ffn == theirs.shared_expert_intermediate_size
 
@@ -94,6 +101,12 @@ def test_a_missing_field_has_the_value_of_transformers(tmp_path: Path, family: s
 def test_the_rotary_base_is_read_where_transformers_reads_it(
     tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
+    if FAMILIES[family].sinks:  # which needs YaRN
+        kept = {"rope_type", "type"}
+        fields = {
+            name: YARN | {k: v for k, v in of.items() if k not in kept} if isinstance(of, dict) else of
+            for name, of in fields.items()
+        }
     assert read(tmp_path, family, **fields).rope_theta == 5e5
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == 5e5
 
@@ -118,6 +131,19 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
         ("mixtral", {"sliding_window": 8, "use_sliding_window": False}, "sliding_window=8 is not supported"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "use a checkpoint with only 'full_attention'"),
         ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            "write them in bfloat16 with: megatron-stppo import-mxfp4 .* FOLDER",
+        ),
+        ("gpt_oss", {"attention_bias": False}, "use a checkpoint with attention_bias=True"),
+        ("gpt_oss", {"swiglu_limit": 6.0}, "use a checkpoint with swiglu_limit=7.0"),
+        ("gpt_oss", {"tie_word_embeddings": True}, "use a checkpoint with tie_word_embeddings=False"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window is missing"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "it must have .*'sliding_attention', 'full"),
+        ("gpt_oss", {"rope_scaling": {"rope_type": "default"}}, "rope_type='default' is not supported for"),
+        ("gpt_oss", {"rope_scaling": YARN | {"mscale": 2.0}}, "mscale=2.0 of rope_type='yarn' is not"),
+        ("gpt_oss", {"rope_scaling": YARN | {"beta_fast": None}}, "beta_fast is None, not above 0"),
         ("llama", {"qkv_bias": True}, "qkv_bias=True is not supported"),  # only vLLM reads it
         ("llama", {"is_causal": False}, "is_causal=False is not supported"),
         ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', not true or false"),

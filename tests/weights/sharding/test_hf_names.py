@@ -41,7 +41,7 @@ def test_a_disabled_sliding_window_is_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, r"model_type='gpt2' is not supported; choose one of \['llama', "),
+        ({"model_type": "gpt2"}, r"model_type='gpt2' is not supported; choose one of \['gpt_oss', 'llama', "),
         (
             {"hidden_act": "gelu"},
             "hidden_act='gelu' is not supported; use a checkpoint with hidden_act='silu'",

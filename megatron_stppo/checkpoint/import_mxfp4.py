@@ -1,0 +1,114 @@
+"""The command `import-mxfp4`: writes GPT-OSS's experts, which are published in MXFP4, in bfloat16.
+
+In MXFP4 (Open Compute Project, "Microscaling Formats", version 1.0) 32 numbers of a row share one scale, a
+power of two. A number has 4 bits: a sign, two bits of the exponent and one of the mantissa.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from megatron_stppo.base.files import check_absent
+from megatron_stppo.config import ConfigError
+from megatron_stppo.weights.sharding.hf_files import entries
+from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes, read_shape
+from megatron_stppo.weights.sharding.hf_write import by_file, finish, stacks, write_tensors
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits; the fourth is the sign
+BIAS = 127  # of the exponent that a scale has
+QUANTISED = ("_blocks", "_scales")
+Shown = Callable[[Sequence[str]], Sequence[str]]
+
+
+def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
+    """Write the model in `source` to a new `folder` in bfloat16, with the tokenizer and all other files.
+
+    The weights of one file of the folder are in memory at once. The folder is renamed into place when it is
+    complete. Returns the model's shape. shown: what the names of the tensors pass through, a progress bar.
+    Raises ConfigError if `source` is no such model, or a tensor is missing or has another shape.
+    """
+    check_absent("FOLDER", folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by an import that was killed
+    try:
+        shape = _begin(source, partial)
+        shapes, paths = hf_shapes(shape), {entry.key: entry.path for entry in entries(source).values()}
+        files = by_file(shapes, torch.bfloat16.itemsize)
+        for name, keys in files.items():
+            tensors = {}
+            for stored in shown([*stacks(keys)]):
+                tensors[stored] = _tensor(stored, paths)
+                one, *_ = names = stacks(keys)[stored]
+                size = shapes[one] if names == [stored] else (len(names), *reversed(shapes[one]))
+                if tensors[stored].shape != size:
+                    raise ConfigError(
+                        f"{source}: tensor {stored!r} has shape {[*tensors[stored].shape]}, its config.json "
+                        f"gives {[*size]}; fetch the folder again"
+                    )
+            write_tensors(tensors, partial / name, partial / "config.json")
+        finish(folder, partial, files, shapes, torch.bfloat16.itemsize)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return shape
+
+
+def _begin(source: Path, partial: Path) -> ModelShape:
+    """Copy what has no weights; return the shape of the model."""
+    try:
+        fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        method = fields["quantization_config"]["quant_method"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{source}: config.json with quantization_config.quant_method=mxfp4 is needed ({error!r}); give "
+            "the folder of the published model"
+        ) from None
+    if method != "mxfp4" or fields.get("model_type") != "gpt_oss":
+        raise ConfigError(
+            f"{source}: model_type={fields.get('model_type')!r} with quant_method={method!r} is not "
+            "supported; give a folder of gpt_oss in mxfp4"
+        )
+    partial.mkdir(parents=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and ".safetensors" not in path.name:
+            shutil.copyfile(path, partial / path.name)
+    kept = {name: value for name, value in fields.items() if name != "quantization_config"}
+    kept = {name: value for name, value in kept.items() if name != "torch_dtype"} | {"dtype": "bfloat16"}
+    (partial / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+    return read_shape(partial)
+
+
+def _tensor(stored: str, paths: Mapping[str, Path]) -> Tensor:
+    """Return a tensor in bfloat16, decoded if the files have its numbers and scales."""
+
+    def read(key: str) -> Tensor:
+        if key not in paths:
+            raise ConfigError(f"no file has the tensor {key!r}; fetch the folder again")
+        with safe_open(paths[key], framework="pt") as file:
+            found: Tensor = file.get_tensor(key)
+        return found
+
+    if stored + QUANTISED[0] not in paths:
+        return read(stored).to(torch.bfloat16)
+    blocks, scales = (read(stored + suffix) for suffix in QUANTISED)
+    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape:
+        raise ConfigError(f"tensor {stored + QUANTISED[0]!r} does not fit its scales; fetch the folder again")
+    return torch.stack([decoded(*of).t() for of in zip(blocks, scales, strict=True)])
+
+
+def decoded(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return bfloat16 [rows, 32 G] of uint8 blocks [rows, G, 16] and scales [rows, G].
+
+    A byte has two numbers, the first in its low bits. The result is exact. A scale of 255 is infinite here,
+    and is refused when the weights are loaded.
+    """
+    table = torch.tensor([*MAGNITUDES, *(-x for x in MAGNITUDES)])
+    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+    exponents = scales.to(torch.int32)[..., None] - BIAS
+    return torch.ldexp(table[codes.int()], exponents).flatten(-2).to(torch.bfloat16)

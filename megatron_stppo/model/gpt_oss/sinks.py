@@ -1,0 +1,105 @@
+"""Attention whose softmax has one more term per head, a sink, and which may see only the last tokens.
+
+With scores s_j of a query and the sink z of its head, p_j = exp(s_j) / (exp(z) + sum_i exp(s_i)). The sink
+belongs to no token, so that a query can attend to nothing (OpenAI, gpt-oss model card, arXiv 2508.10925).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def seen(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Return bool [Q, K]: the keys that each query attends to. The last query and key are of one token.
+
+    window: the number of tokens that a query sees, itself included; 0: all before.
+    """
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return mask.triu(keys - queries - window + 1) if window else mask
+
+
+def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float, window: int) -> Tensor:
+    """Return the attention [1, heads, Q, D] of q [1, heads, Q, D] to k and v [1, kv_heads, K, D].
+
+    sinks [heads]. The softmax is computed in float32 or better; its result [heads, Q, K] is kept for the
+    backward pass.
+    """
+    high = torch.promote_types(q.dtype, torch.float32)
+    each = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(each, 1) for x in (k, v))
+    mask = seen(q.shape[2], k.shape[2], window, q.device)
+    scores = ((q @ k.transpose(2, 3)).to(high) * scale).masked_fill(~mask, -torch.inf)
+    rows = sinks.to(high)[None, :, None, None].expand(1, -1, q.shape[2], 1)
+    probabilities = torch.cat([scores, rows], -1).softmax(-1)[..., :-1]
+    return probabilities.to(q.dtype) @ v
+
+
+@dataclass(frozen=True)
+class FlashPieces:
+    """torch's variable-length attention of pieces on a GPU, without a sink, and its backward pass.
+
+    Queries [P, heads, D], keys and values [K, heads, D].
+    """
+
+    query_offsets: Tensor  # int32 [m + 1]
+    key_offsets: Tensor  # int32 [m + 1]
+    most_queries: int
+    most_keys: int
+    scale: float
+    window: int
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention [P, heads, D] and the log of the sum of exponentials, float32 [heads, P]."""
+        out, logsum, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *self._sizes(), 0.0, self.window == 0, False, **self._bounds()
+        )
+        return out, logsum
+
+    def gradients(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v, of the probabilities that `logsum` gives."""
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
+        unused = torch.empty(0, device=q.device)
+        of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
+            gradient.contiguous(), q, k, v, out, logsum, *self._sizes(), 0.0, self.window == 0, state, unused,
+            **self._bounds(),
+        )  # fmt: skip
+        return of_q, of_k, of_v
+
+    def _sizes(self) -> tuple[Tensor, Tensor, int, int]:
+        return self.query_offsets, self.key_offsets, self.most_queries, self.most_keys
+
+    def _bounds(self) -> dict[str, Any]:
+        left = self.window - 1 if self.window else -1
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": 0}
+
+
+class SinkOnFlash(torch.autograd.Function):
+    """Attention with sinks [heads], from attention without: with the logarithm L of the sum over the tokens,
+    all probabilities are multiplied by exp(L - log(exp(L) + exp(z))).
+
+    The backward pass of attention, given the output and the logarithm of the whole sum, returns the gradients
+    of queries, keys and values. The sink's is -p_z <gradient, output> per query.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, pieces: FlashPieces) -> Tensor:
+        out, logsum = pieces.attend(q, k, v)
+        total = torch.logaddexp(logsum, sinks.to(logsum.dtype)[:, None])  # [heads, P]
+        out = (out * (logsum - total).exp().t()[..., None]).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total)
+        ctx.pieces = pieces
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        q, k, v, sinks, out, total = ctx.saved_tensors
+        of_q, of_k, of_v = ctx.pieces.gradients(gradient, q, k, v, out, total)
+        along = (gradient.to(total.dtype) * out).sum(-1).t()  # [heads, P]
+        of_sinks = -((sinks.to(total.dtype)[:, None] - total).exp() * along).sum(1)
+        return of_q, of_k, of_v, of_sinks.to(sinks.dtype), None

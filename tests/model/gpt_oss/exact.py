@@ -1,0 +1,82 @@
+"""Functions that run on a rank: log-probs and gradients of the trainer and of transformers, in float64."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+from megatron_stppo.cluster.launch import process
+
+LENGTHS = (30, 1, 9, 5)  # more and fewer tokens than a window
+
+
+def both(folder: Path) -> tuple[dict[str, float], list[float]]:
+    """Return {checkpoint name: relative difference of gradients}, and the differences of the log-probs."""
+    process.prepare(engine=False)
+    import torch
+
+    from megatron_stppo.base.types import Task, Trajectory, Turn
+    from megatron_stppo.checkpoint.convert import gather
+    from megatron_stppo.config import Config
+    from megatron_stppo.data.packing import PackingSpec, pack, to_batch
+    from megatron_stppo.model import build
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
+    from megatron_stppo.weights.sharding.hf_write import as_stored
+    from megatron_stppo.weights.sharding.spans import training_layouts
+
+    torch.set_num_threads(1)
+    config = Config.model_validate({"model": {"path": folder}})
+    mesh, shape = groups.initialize(config.parallel), read_shape(folder)
+    generator = torch.Generator().manual_seed(1)
+    played, weigh = [], torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
+    for n in LENGTHS:
+        prompt, *answer = torch.randint(0, shape.vocab, (n + 1,), generator=generator).tolist()
+        turn = Turn(tuple(answer), (0.0,) * n, (), 0.0, ((0, n),))
+        played.append(Trajectory(Task("t", (), ("a",), "train", 0), (prompt,), (turn,), "ok"))
+    batch = to_batch(played)
+    (one,) = pack(batch, range(len(LENGTHS)), PackingSpec(1000))
+    (model,) = build.from_hf("actor", shape, config, mesh, torch.float64)
+    theirs = in_float64(folder)
+    model.rotary_pos_emb.inv_freq = theirs.model.rotary_emb.inv_freq  # megatron computes it in float32
+    hidden = model(one)
+    logits = hidden @ model.vocabulary_weight().t()
+    own = logits[:, : shape.vocab].log_softmax(-1).gather(1, one.target_T[:, None])[:, 0]
+    order = one.rows_T
+    (own * weigh[order]).sum().backward()
+    parameters = {name: p.grad for name, p in build.named_parameters([model]).items()}
+    shapes = hf_shapes(shape)
+    found = as_stored(gather(parameters, training_layouts(shape, mesh.layout), shapes, shapes))
+    expected = torch.cat([
+        theirs(torch.tensor([[*t.prompt_ids, *t.turns[0].token_ids]]), use_cache=False)
+        .logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(t.turns[0].token_ids)[:, None])[:, 0]
+        for t in played
+    ])  # fmt: skip
+    (expected * weigh).sum().backward()
+    apart = {
+        name: float((found[name] - p.grad).norm() / p.grad.norm()) for name, p in theirs.named_parameters()
+    }
+    assert apart.keys() == found.keys()
+    return apart, (own - expected[order]).abs().tolist()
+
+
+def in_float64(folder: Path) -> Any:
+    """Return the model of transformers, which converts to float32 in places, here to float64; megatron's
+    router too. Replaces functions of this process."""
+    import torch
+    from megatron.core.transformer.moe import moe_utils
+    from transformers import AutoModelForCausalLM
+    from transformers.models.gpt_oss import modeling_gpt_oss as modeling
+
+    class Float64(types.ModuleType):
+        float32 = float = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    moe_utils.torch = modeling.torch = Float64("torch")
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[assignment]
+    kinds: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **kinds).double()
+    return model
