@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -100,12 +101,14 @@ class PreemptionNotice:
 
 @contextmanager
 def ends_at_sigterm() -> Iterator[None]:
-    """Context in which SIGTERM ends this process at once, also one that was noted before. Only for the main
-    thread.
+    """Context in which SIGTERM ends this process at once, also one that was noted before.
 
     It is for a start, while nothing is lost. A rank that waits in torch for one that has died does not run
     Python's handlers; torchrun and Slurm would kill it 30 s after their SIGTERM.
     """
+    if threading.current_thread() is not threading.main_thread():  # Python's handlers belong to that one
+        yield
+        return
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     notice = getattr(handler, "__self__", None)
     if isinstance(notice, PreemptionNotice) and notice.reason == signal.SIGTERM.name:
