@@ -26,6 +26,7 @@ from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
 from megatron_stppo.weights.sharding.hf_files import head_of_critic
 from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.hf_write import type_of
 from megatron_stppo.weights.sharding.low_rank import (
     Adaptation,
     LowRank,
@@ -187,7 +188,9 @@ def build(
             _attach_adapters(model, chunk_prefix(chunks, chunk), role, shape, config, mesh)
         # megatron's Float16Module is not used: it would copy the output to float32, and the log-prob op
         # computes in float32 anyway.
-        model = model.to(device=torch.cuda.current_device(), dtype=dtype)
+        model = model.to(device=torch.cuda.current_device())
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(type_of(name, dtype))
         grouped_experts.join(model)
         models.append(model.requires_grad_(False).eval() if role == "reference" else model)
     if role == "actor" and config.algorithm.routing_replay != "off":

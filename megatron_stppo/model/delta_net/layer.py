@@ -86,7 +86,7 @@ class GatedDeltaNet(MegatronModule):
             sizes.count("v"), config.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared
         )
         self.conv1d = Filter(sizes.count(MIXED) // group.size(), sizes.width, config)
-        self.A_log = _sharded(torch.zeros(heads, dtype=config.params_dtype))
+        self.A_log = _sharded(torch.zeros(heads, dtype=wide(config.params_dtype)))  # as in vLLM
         self.dt_bias = _sharded(torch.zeros(heads, dtype=config.params_dtype))
         self.norm = GatedNorm(sizes.value_dim, config, group)
         if config.perform_initialization:

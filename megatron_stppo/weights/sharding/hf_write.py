@@ -18,12 +18,17 @@ Shapes = Mapping[str, tuple[int, ...]]  # of hf_shapes
 FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
 
 
-def by_file(shapes: Shapes, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
+def type_of(key: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor of a model of type `dtype`. A_log has float32 at least, as in vLLM."""
+    return torch.promote_types(dtype, torch.float32) if key.endswith(".A_log") else dtype
+
+
+def by_file(shapes: Shapes, dtype: torch.dtype, limit: int = FILE_BYTES) -> dict[str, list[str]]:
     """Return {file name: its tensors}, in the order of `shapes`, with up to `limit` bytes per file."""
     groups: list[list[str]] = [[]]
     size = 0
     for key, dims in shapes.items():
-        bytes_ = torch.Size(dims).numel() * itemsize
+        bytes_ = torch.Size(dims).numel() * type_of(key, dtype).itemsize
         if groups[-1] and size + bytes_ > limit:
             groups.append([])
             size = 0
@@ -43,10 +48,10 @@ def write_tensors(
 
 
 def finish(
-    folder: Path, partial: Path, files: Mapping[str, list[str]], shapes: Shapes, itemsize: int
+    folder: Path, partial: Path, files: Mapping[str, list[str]], shapes: Shapes, dtype: torch.dtype
 ) -> None:
     if len(files) > 1:
-        total = sum(torch.Size(dims).numel() for dims in shapes.values()) * itemsize
+        total = sum(torch.Size(dims).numel() * type_of(key, dtype).itemsize for key, dims in shapes.items())
         weight_map = {key: name for name, keys in files.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
