@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.model import adapters, fusions
+from megatron_stppo.model.delta_net.kernels import chosen
 from megatron_stppo.model.experts import expert_rows, grouped_experts
 from megatron_stppo.model.experts.routing import attach
 from megatron_stppo.model.layers import block_spec, layer_spec
@@ -149,6 +150,7 @@ def build(
     settings = transformer_config(shape, config, mesh, dtype)
     if trunk is not None:  # megatron then leaves the device to torch
         settings.use_cpu_initialization, settings.perform_initialization = True, False
+    kernels = chosen(config, dtype) if shape.recurrent_layers else None
     is_critic, chunks = role == "critic", mesh.layout.virtual
     models = []
     for chunk in range(chunks):
@@ -158,7 +160,7 @@ def build(
                 mesh,
                 layer_spec(config) == "local",
                 settings,
-                block_spec(layer_spec(config), settings, shape, number),
+                block_spec(layer_spec(config), settings, shape, number, kernels),
                 vocab_size=shape.padded_vocab(mesh.tensor_size),
                 max_sequence_length=shape.max_positions,
                 pre_process=mesh.pipeline_rank == chunk == 0,
