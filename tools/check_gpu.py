@@ -1,4 +1,4 @@
-"""Build, check and measure everything in the first 40 minutes with a GPU, part by part.
+"""Build, check and measure everything in the first 42 minutes with a GPU, part by part.
 
     python tools/check_gpu.py [PART ...] [--device cuda|cpu] [--output FOLDER] [--limits 1.0]
 
@@ -13,6 +13,7 @@ The parts, with their limits in minutes:
     real       7  SmolLM2-135M-Instruct learns word problems: import, cold start, 60 iterations of ST-PPO,
                   evaluations, a checkpoint, a resume; writes the run to runs/check-real
     trees      3  common prefixes computed once: tokens, times and memory with layers of a 7B
+    delta      2  gated delta nets: torch's operations and flash-linear-attention, errors and times
 Without PART, all parts run. Each part writes two files to FOLDER (default: $OUT, else runs/check-gpu):
 PART.log (the output of its steps) and PART.json (outcome, seconds and results of each step). summary.md has a
 table of all parts found there, for docs/gpu.md and docs/performance.md. A step that fails or exceeds its
@@ -211,6 +212,7 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
     trees += ["--model", "slice"] if device == "cuda" else ["--cases", "instructed", "--rounds", "1"]
     trees += ["--output", str(output / "trees")]
     shared = [Step("common prefixes once", trees, 180, needs=megatron)]
+    delta = [Step("gated delta nets", inside("delta_nets", "kernels"), 120, needs=megatron)]
     return {
         "kernels": kernels,
         "training": training,
@@ -220,6 +222,7 @@ def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
         "serving": serving,
         "real": real,
         "trees": shared,
+        "delta": delta,
     }
 
 
@@ -232,6 +235,7 @@ MINUTES = {
     "serving": 5,
     "real": 7,
     "trees": 3,
+    "delta": 2,
 }
 
 

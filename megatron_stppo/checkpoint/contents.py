@@ -101,10 +101,23 @@ def state_pieces(optimizer: Any, model: dict[str, Any]) -> list[ShardedTensor]:
     return [
         piece
         for one in optimizer.chained_optimizers
+        for states in (_states(one),)
         for parameter, start, end in _ranges(one)
         for block, first in _blocks(entries[parameter])
-        for piece in _cut(block, one._get_main_param_and_optimizer_states(parameter), start, end, first)
+        for piece in _cut(block, states[parameter], start, end, first)
     ]
+
+
+def _states(optimizer: Any) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]:
+    """Return {parameter: its STATES}. megatron's own function (0.16.1) returns those of another parameter if
+    some are float32 and some bfloat16."""
+    models = (*optimizer.model_fp32_groups, *optimizer.model_float16_groups)
+    masters = (*optimizer.shard_fp32_groups, *optimizer.shard_fp32_from_float16_groups)
+    return {
+        parameter: {"param": master, **optimizer.optimizer.state[master]}
+        for of_model, of_master in zip(models, masters, strict=True)
+        for parameter, master in zip(of_model, of_master, strict=True)
+    }
 
 
 def _ranges(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:

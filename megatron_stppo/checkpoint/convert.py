@@ -31,7 +31,14 @@ from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.families import FAMILIES
 from megatron_stppo.weights.sharding.hf_fields import text_fields
 from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes, read_shape
-from megatron_stppo.weights.sharding.hf_write import FILE_BYTES, as_stored, by_file, finish, write_tensors
+from megatron_stppo.weights.sharding.hf_write import (
+    FILE_BYTES,
+    as_stored,
+    by_file,
+    finish,
+    type_of,
+    write_tensors,
+)
 from megatron_stppo.weights.sharding.spans import training_layouts, whole_spans, widths_of
 from megatron_stppo.weights.sharding.tiles import Spans
 
@@ -55,9 +62,9 @@ def export_hf(
     """Write the `parameters` of all ranks, with the terms of their adapters, to `folder`. Collective over
     `group`.
 
-    config.json and the tokenizer come from `template`; the weights keep the parameters' dtype, which is
-    written to config.json. That of a model with images becomes that of its text model. head: that of the
-    parameters and layouts; a folder with a value head is a token classification model with one label for
+    config.json and the tokenizer come from `template`; the weights keep the parameters' types, and
+    config.json names the model's. That of a model with images becomes that of its text model. head: that of
+    the parameters and layouts; a folder with a value head is a token classification model with one label for
     transformers. Rank 0 holds at most `file_bytes` (or the largest tensor) at once. The folder is renamed
     into place when it is complete. Raises ConfigError on all ranks if it exists and `overwrite` is False, or
     if it cannot be written. Raises ReshardError if rows were lost in the transfer.
@@ -67,12 +74,12 @@ def export_hf(
     dtype = next(iter(parameters.values())).dtype
     on_first(group, lambda: _begin(folder, partial, Path(template), dtype, head, overwrite))
     shapes = hf_shapes(shape, head)
-    files = by_file(shapes, dtype.itemsize, file_bytes)
+    files = by_file(shapes, dtype, file_bytes)
     for name, keys in files.items():
         whole = gather(parameters, layouts, shapes, keys, terms, group)
         held = as_stored(whole)
         on_first(group, functools.partial(write_tensors, held, partial / name, partial / "config.json"))
-    on_first(group, lambda: finish(folder, partial, files, shapes, dtype.itemsize))
+    on_first(group, lambda: finish(folder, partial, files, shapes, dtype))
 
 
 def gather(
@@ -86,11 +93,13 @@ def gather(
     """Return {hf_key: whole tensor} of `keys` in host memory on rank 0, and {} on other ranks. Collective.
 
     shapes: {hf_key: shape} of all tensors of the layouts. terms: as for Resharder. The tensors have the
-    parameters' dtype. They are assembled on the parameters' device, which must have memory for all of `keys`.
+    parameters' types. They are assembled on the parameters' device, which must have memory for all of `keys`.
     """
     some = next(iter(parameters.values()))
     mine = keys if dist.get_rank(group) == 0 else ()
-    whole = {key: torch.empty(*shapes[key], dtype=some.dtype, device=some.device) for key in mine}
+    whole = {
+        key: torch.empty(*shapes[key], dtype=type_of(key, some.dtype), device=some.device) for key in mine
+    }
     targets, widths = {0: whole_spans({key: shapes[key] for key in keys})}, widths_of(shapes)
     Resharder(parameters, whole, layouts, targets, widths, terms, group=group).sync(0)
     return {key: tensor.cpu() for key, tensor in whole.items()}

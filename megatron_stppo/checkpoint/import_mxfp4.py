@@ -40,7 +40,7 @@ def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
     try:
         shape = _begin(source, partial)
         shapes, paths = hf_shapes(shape), {entry.key: entry.path for entry in entries(source).values()}
-        files = by_file(shapes, torch.bfloat16.itemsize)
+        files = by_file(shapes, torch.bfloat16)
         for name, keys in files.items():
             tensors = {}
             for stored in shown([*stacks(keys)]):
@@ -53,7 +53,7 @@ def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
                         f"gives {[*size]}; fetch the folder again"
                     )
             write_tensors(tensors, partial / name, partial / "config.json")
-        finish(folder, partial, files, shapes, torch.bfloat16.itemsize)
+        finish(folder, partial, files, shapes, torch.bfloat16)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return shape

@@ -82,6 +82,11 @@ class ModelConfig(Section):
         description="local: megatron-core's own; transformer_engine: has not completed a training step on a "
         "GPU; auto: local, until it has",
     )
+    delta_net: Literal["torch", "fla"] = Field(
+        "torch",
+        description="kernels of gated delta nets. torch: torch's operations; fla: flash-linear-attention, and "
+        "causal-conv1d if installed, on a GPU in bfloat16; they have not run on a GPU yet",
+    )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
         description="activations recomputed in the backward pass: none, attention, every layer",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.model import adapters, fusions
+from megatron_stppo.model.delta_net.kernels import chosen
 from megatron_stppo.model.experts import expert_rows, grouped_experts
 from megatron_stppo.model.experts.routing import attach
 from megatron_stppo.model.layers import block_spec, layer_spec
@@ -26,6 +27,7 @@ from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
 from megatron_stppo.weights.sharding.hf_files import head_of_critic
 from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.weights.sharding.hf_write import type_of
 from megatron_stppo.weights.sharding.low_rank import (
     Adaptation,
     LowRank,
@@ -150,6 +152,7 @@ def build(
     settings = transformer_config(shape, config, mesh, dtype)
     if trunk is not None:  # megatron then leaves the device to torch
         settings.use_cpu_initialization, settings.perform_initialization = True, False
+    kernels = chosen(config, dtype) if shape.recurrent_layers else None
     is_critic, chunks = role == "critic", mesh.layout.virtual
     models = []
     for chunk in range(chunks):
@@ -159,7 +162,7 @@ def build(
                 mesh,
                 layer_spec(config) == "local",
                 settings,
-                block_spec(layer_spec(config), settings, shape, number),
+                block_spec(layer_spec(config), settings, shape, number, kernels),
                 vocab_size=shape.padded_vocab(mesh.tensor_size),
                 max_sequence_length=shape.max_positions,
                 pre_process=mesh.pipeline_rank == chunk == 0,
@@ -191,7 +194,9 @@ def build(
             _attach_adapters(model, chunk_prefix(chunks, chunk), role, shape, config, mesh)
         # megatron's Float16Module is not used: it would copy the output to float32, and the log-prob op
         # computes in float32 anyway.
-        model = model.to(device=torch.cuda.current_device(), dtype=dtype)
+        model = model.to(device=torch.cuda.current_device())
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(type_of(name, dtype))
         grouped_experts.join(model)
         models.append(model.requires_grad_(False).eval() if role == "reference" else model)
     if role == "actor" and config.algorithm.routing_replay != "off":

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.attention import GatedAttention, PackedAttention, Pieces, repeated_heads
 from megatron_stppo.model.delta_net.convolution import wide
+from megatron_stppo.model.delta_net.kernels import Kernels
 from megatron_stppo.model.delta_net.layer import GatedDeltaNet
 from megatron_stppo.model.experts.grouped_experts import GroupedExperts
 from megatron_stppo.model.gpt_oss.biased_experts import BiasedExperts
@@ -150,10 +151,14 @@ def layer_spec(config: Config) -> LayerSpec:
 
 
 def block_spec(
-    spec: LayerSpec, settings: TransformerConfig, shape: ModelShape, chunk: int | None = None
+    spec: LayerSpec,
+    settings: TransformerConfig,
+    shape: ModelShape,
+    chunk: int | None = None,
+    kernels: Kernels | None = None,
 ) -> TransformerBlockSubmodules:
     """Return the layers of this rank's pipeline stage (of chunk `chunk` if it has several), and the norm that
-    follows the model's last layer."""
+    follows the model's last layer. kernels: those of gated delta nets, instead of torch's operations."""
     if spec == "transformer_engine":
         layer = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=shape.experts or None, moe_grouped_gemm=shape.experts > 0, qk_layernorm=shape.qk_norm
@@ -162,7 +167,7 @@ def block_spec(
         return TransformerBlockSubmodules([layer] * get_num_layers_to_build(settings, chunk), layer_norm=norm)
     norm = OffsetNorm if shape.offset_norm else RMSNorm
     of_kind = {
-        kind: _local_layer(shape, norm, *kind)
+        kind: _local_layer(shape, norm, *kind, kernels)
         for kind in {(shape.delta_net_of(n), shape.window_of(n)) for n in range(shape.layers)}
     }
     first = get_transformer_layer_offset(settings, chunk)
@@ -171,7 +176,9 @@ def block_spec(
     return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
-def _local_layer(shape: ModelShape, norm: type[RMSNorm], net: DeltaNet | None, window: int) -> Any:
+def _local_layer(
+    shape: ModelShape, norm: type[RMSNorm], net: DeltaNet | None, window: int, kernels: Kernels | None
+) -> Any:
     """Return megatron's local layer with packed attention, or a gated delta net of the sizes `net`, and with
     a norm that supports sequence parallelism. window: of attention with sinks."""
     spec = gpt_layer_specs.get_gpt_layer_local_spec(
@@ -188,5 +195,5 @@ def _local_layer(shape: ModelShape, norm: type[RMSNorm], net: DeltaNet | None, w
     if shape.output_gate:
         layer.self_attention.module = GatedAttention
     if net is not None:
-        layer.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": net})
+        layer.self_attention = ModuleSpec(module=GatedDeltaNet, params={"sizes": net, "kernels": kernels})
     return spec

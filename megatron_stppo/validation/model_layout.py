@@ -32,6 +32,12 @@ def check_parallel(config: Config, world_size: int) -> Layout:
             "model.layers=transformer_engine: only local layers have attention with sinks (model_type="
             f"{shape.family}); set it to local"
         )
+    for role, given in {"actor": config.update.actor, "critic": config.update.critic}.items():
+        if shape.recurrent_layers and not given.distributed:
+            raise ConfigError(
+                f"update.{role}.distributed=false: the model has gated delta nets, whose weights have "
+                "two types in bfloat16; megatron saves only a distributed optimizer of such; set it to true"
+            )
     if config.algorithm.routing_replay != "off" and not shape.experts:
         raise ConfigError(
             f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "

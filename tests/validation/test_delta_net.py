@@ -50,6 +50,11 @@ def test_transformer_engine_is_refused(tmp_path: Path) -> None:
         check_parallel(config(tmp_path, model={"layers": "transformer_engine"}), 1)
 
 
+def test_an_optimizer_that_is_not_distributed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"update.critic.distributed=false: .* set it to true"):
+        check_parallel(config(tmp_path, update={"critic": {"distributed": False}}), 1)
+
+
 def test_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.lora.rank=4: .*qwen3_5_text.* set model.lora.rank=0"):
         lora.check(config(tmp_path, model={"lora": {"rank": 4}}))

@@ -153,10 +153,11 @@ def check(config: Config) -> None:
     All ranks get the same result. Raises ConfigError.
     """
     from megatron_stppo.model import fusions
+    from megatron_stppo.model.delta_net.kernels import chosen
     from megatron_stppo.model.layers import layer_spec
 
     layer_spec(config)
-    dtype(config)
+    chosen(config, dtype(config))
     fusions.check(_place(config), config.megatron)
     if config.telemetry.nvtx and not _has_gpu():
         raise ConfigError("telemetry.nvtx=true: NVTX ranges need a GPU; set it to false")

@@ -188,7 +188,7 @@ def _whole(
         source = build.named_parameters(trainer.chunks)
         head: Head = "value" if role == "critic" else "vocabulary"
         shapes: Mapping[str, tuple[int, ...]] = hf_shapes(shape, head)
-        at_once = [*by_file(shapes, next(iter(source.values())).itemsize).values()]
+        at_once = [*by_file(shapes, next(iter(source.values())).dtype).values()]
         if lora.rank:
             shapes = adapter_shapes(shape, lora.rank, lora.names)
             at_once = [[*shapes]]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+Kernel = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class Convolution(torch.autograd.Function):
@@ -14,12 +17,17 @@ class Convolution(torch.autograd.Function):
 
     x [P, C], weight [C, 1, width] (one filter per channel), position [P]: index of each token in its
     sequence. It keeps x only; torch's operations would keep a shifted copy of x for every column of the
-    weight.
+    weight. kernel: another function of x and weight for y, which may return None.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, position: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, position: Tensor, kernel: Kernel | None = None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, position)
+        given = kernel(x, weight) if kernel is not None else None
+        if given is not None:
+            return given
         y = torch.zeros_like(x)
         for back, column in enumerate(weight[:, 0].flip(1).unbind(1)):
             y += column * shifted(x, back, position)
@@ -27,14 +35,14 @@ class Convolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, position = ctx.saved_tensors
         of_x, columns = torch.zeros_like(x), []
         for back, column in enumerate(weight[:, 0].flip(1).unbind(1)):
             columns.append((gradient * shifted(x, back, position)).sum(0, dtype=wide(x.dtype)))
             inside = gradient.masked_fill((position < back)[:, None], 0)
             of_x += column * inside.roll(-back, 0)
-        return of_x, torch.stack(columns[::-1], 1)[:, None].to(weight.dtype), None
+        return of_x, torch.stack(columns[::-1], 1)[:, None].to(weight.dtype), None, None
 
 
 def shifted(x: Tensor, back: int, position: Tensor) -> Tensor:

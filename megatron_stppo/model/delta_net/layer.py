@@ -9,6 +9,7 @@ trajectories have in common are not shared, because each trajectory has a state 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_stppo.model.delta_net.convolution import Convolution, wide
+from megatron_stppo.model.delta_net.kernels import Kernels
 from megatron_stppo.model.delta_net.rule import gated_delta_rule
 from megatron_stppo.model.delta_net.sequences import Sequences
 from megatron_stppo.weights.sharding.delta_net import MIXED, PARTS, DeltaNet
@@ -64,13 +66,14 @@ class GatedDeltaNet(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         sizes: DeltaNet,
+        kernels: Kernels | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(config)
         assert pg_collection is not None
         group = pg_collection.tp
-        self.sizes, self.tp_group = sizes, group
+        self.sizes, self.tp_group, self._kernels = sizes, group, kernels
         self._groups = sizes.key_heads // group.size()
         heads = sizes.value_heads // group.size()
         shared: dict[str, Any] = {
@@ -86,7 +89,7 @@ class GatedDeltaNet(MegatronModule):
             sizes.count("v"), config.hidden_size, input_is_parallel=True, skip_bias_add=True, **shared
         )
         self.conv1d = Filter(sizes.count(MIXED) // group.size(), sizes.width, config)
-        self.A_log = _sharded(torch.zeros(heads, dtype=config.params_dtype))
+        self.A_log = _sharded(torch.zeros(heads, dtype=wide(config.params_dtype)))  # as in vLLM
         self.dt_bias = _sharded(torch.zeros(heads, dtype=config.params_dtype))
         self.norm = GatedNorm(sizes.value_dim, config, group)
         if config.perform_initialization:
@@ -122,20 +125,25 @@ class GatedDeltaNet(MegatronModule):
         return self.norm(read, gate).flatten(1)[:, None]
 
     def _recurrent(self, mixed: Tensor, strength: Tensor, decay: Tensor, sequences: Sequences) -> Tensor:
-        """Return what the tokens read from the states, [P, value heads, V] in float32 or better.
+        """Return what the tokens read from the states, [P, value heads, V]; of torch in float32 or better.
 
         mixed [P, channels], strength and decay [P, value heads].
         """
-        sizes, heads, high = self.sizes, len(self.A_log), wide(mixed.dtype)
-        y = functional.silu(Convolution.apply(mixed, self.conv1d.weight, sequences.position_P)).to(high)
+        sizes, heads, high, kernels = self.sizes, len(self.A_log), wide(mixed.dtype), self._kernels
+        kernel = kernels and partial(kernels.convolve, number_P=sequences.number_P)
+        y = functional.silu(Convolution.apply(mixed, self.conv1d.weight, sequences.position_P, kernel))
         rows = [sizes.rows[part] for part in MIXED]
         q, k, v = y.unflatten(1, (self._groups, -1)).split(rows, dim=2)
+        v = v.reshape(len(v), heads, sizes.value_dim)
+        g = -self.A_log.to(high).exp() * functional.softplus(decay.to(high) + self.dt_bias.to(high))
+        beta = strength.to(high).sigmoid()
+        if kernels:
+            return kernels.rule(q, k, v, g, beta, sequences)
+        q, k, v = q.to(high), k.to(high), v.to(high)
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
         each = sizes.value_heads // sizes.key_heads
         q, k = ((x * scale).repeat_interleave(each, 1) for x, scale in ((q, sizes.key_dim**-0.5), (k, 1.0)))
-        v = v.reshape(len(v), heads, sizes.value_dim)
-        g = -self.A_log.to(high).exp() * functional.softplus(decay.to(high) + self.dt_bias.to(high))
-        return gated_delta_rule(q, k, v, g, strength.to(high).sigmoid(), sequences.chunks)
+        return gated_delta_rule(q, k, v, g, beta, sequences.chunks)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

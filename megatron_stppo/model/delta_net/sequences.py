@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from megatron_stppo.model.delta_net.rule import Chunks
+from megatron_stppo.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -21,3 +24,13 @@ class Sequences:
     def chunks(self) -> Chunks:
         """The chunks of the rule, on the device of the positions."""
         return Chunks.of(self.lengths, self.position_P.device)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64 [sequences + 1]: the first token of each sequence, and P. Example: [0, 2, 5]."""
+        return to_device(torch.tensor([0, *accumulate(self.lengths)]), self.position_P.device)
+
+    @cached_property
+    def number_P(self) -> Tensor:
+        """int32: the number of each token's sequence. Example: [0, 0, 1, 1, 1]."""
+        return ((self.position_P == 0).cumsum(0) - 1).int()

@@ -18,6 +18,11 @@ Shapes = Mapping[str, tuple[int, ...]]  # of hf_shapes
 FILE_BYTES = 5 * 10**9  # approximate size of a file of weights
 
 
+def type_of(key: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor of a model of type `dtype`. A_log has float32 at least, as in vLLM."""
+    return torch.promote_types(dtype, torch.float32) if key.endswith(".A_log") else dtype
+
+
 def stacks(names: Iterable[str]) -> dict[str, list[str]]:
     """Return {tensor of a file: the tensors of hf_shapes that it holds}, in order."""
     found: dict[str, list[str]] = {}
@@ -37,14 +42,14 @@ def as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def by_file(shapes: Shapes, itemsize: int, limit: int = FILE_BYTES) -> dict[str, list[str]]:
+def by_file(shapes: Shapes, dtype: torch.dtype, limit: int = FILE_BYTES) -> dict[str, list[str]]:
     """Return {file name: its tensors}, in the order of `shapes`, with up to `limit` bytes per file.
 
     Those of one stack are in one file."""
     groups: list[list[str]] = [[]]
     size = 0
     for keys in stacks(shapes).values():
-        bytes_ = sum(torch.Size(shapes[key]).numel() for key in keys) * itemsize
+        bytes_ = sum(torch.Size(shapes[key]).numel() * type_of(key, dtype).itemsize for key in keys)
         if groups[-1] and size + bytes_ > limit:
             groups.append([])
             size = 0
@@ -64,10 +69,10 @@ def write_tensors(
 
 
 def finish(
-    folder: Path, partial: Path, files: Mapping[str, list[str]], shapes: Shapes, itemsize: int
+    folder: Path, partial: Path, files: Mapping[str, list[str]], shapes: Shapes, dtype: torch.dtype
 ) -> None:
     if len(files) > 1:
-        total = sum(torch.Size(dims).numel() for dims in shapes.values()) * itemsize
+        total = sum(torch.Size(dims).numel() * type_of(key, dtype).itemsize for key, dims in shapes.items())
         weight_map = {stack_of(key): name for name, keys in files.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_stppo.weights.sharding.families import KINDS
@@ -54,3 +55,18 @@ def test_engine_serves_the_checkpoint_that_the_trainer_loaded(tmp_path: Path, fa
         ids, logprobs = seen[0][str(number)]
         expected = reference_logprobs(model, prompt + ids)[len(prompt) - 1 :]
         torch.testing.assert_close(torch.tensor(logprobs).double(), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_the_decay_is_float32_in_a_model_in_bfloat16(tmp_path: Path) -> None:
+    """Published folders have A_log in float32, and so has vLLM; the other weights have the model's type."""
+    folder = tmp_path / "model"
+    write_model(folder, "qwen3_5", **SIZES | {"layer_types": [*KINDS[::-1]]})
+    build_tokenizer().save_pretrained(folder)
+    (seen,) = run_ranks(families.types, 1, folder, tmp_path / "out")
+    given = load_file(folder / "model.safetensors")["model.layers.0.linear_attn.A_log"]
+    assert not torch.equal(given, given.bfloat16().float())
+    assert seen["trainer before"] == seen["engine before"] == given.tolist()
+    after = seen["trainer after"]
+    assert seen["stepped"] and all(0 < abs(a - b) < 1e-3 for a, b in zip(given.tolist(), after, strict=True))
+    assert seen["engine after"] == seen["checkpoint"] == seen["folder"] == after
+    assert seen["types"] == [["torch.float32"] * 2, *[["torch.bfloat16"] * 2] * 2]

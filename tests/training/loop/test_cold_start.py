@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tests.rollout.vllm.tiny import TEMPLATE, build_tokenizer
+from tests.rollout.vllm.tiny import TEMPLATE, build_model, build_tokenizer
 from tests.training.loop import small_run
 
 ROW = {
@@ -59,6 +59,19 @@ def test_the_written_folder_has_the_tokenizer_and_all_templates_of_the_model(con
         chat = [{"role": "user", "content": text}]
         texts = [t.apply_chat_template(chat, tools=tools, tokenize=False) for t in (before, after)]
         assert texts[0] == texts[1] and ("function" in texts[0]) == bool(tools)
+
+
+def test_every_weight_of_gated_delta_nets_is_trained(config: Path) -> None:
+    root = config.parent
+    build_model(root / "hybrid", "qwen3_5")
+    output = root / "hybrid-out"
+    done = start(config, f"model.path={root}/hybrid", f"cold_start.output={output}", "model.dtype=bfloat16")
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = (load_file(folder / "model.safetensors") for folder in (root / "hybrid", output))
+    assert not {key for key in before if torch.equal(before[key].to(after[key].dtype), after[key])}
+    assert {key for key, x in after.items() if x.dtype == torch.float32} == {
+        key for key in after if key.endswith(".A_log")
+    }
 
 
 def test_a_weight_that_is_not_finite_is_named_by_all_ranks_and_nothing_is_written(config: Path) -> None:

