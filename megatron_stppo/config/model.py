@@ -84,8 +84,8 @@ class ModelConfig(Section):
     )
     delta_net: Literal["torch", "fla"] = Field(
         "torch",
-        description="kernels of gated delta nets. torch: torch's operations; fla: flash-linear-attention, and "
-        "causal-conv1d if installed, on a GPU in bfloat16; they have not run on a GPU yet",
+        description="kernels of gated delta nets. torch: torch's operations; fla: flash-linear-attention, "
+        "and causal-conv1d if installed, on a GPU in bfloat16; they have not run on a GPU yet",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",
