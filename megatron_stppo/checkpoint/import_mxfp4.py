@@ -44,7 +44,7 @@ def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
         for name, keys in files.items():
             tensors = {}
             for stored in shown([*stacks(keys)]):
-                tensors[stored] = _tensor(stored, paths)
+                tensors[stored] = _tensor(source, stored, paths)
                 one, *_ = names = stacks(keys)[stored]
                 size = shapes[one] if names == [stored] else (len(names), *reversed(shapes[one]))
                 if tensors[stored].shape != size:
@@ -84,12 +84,12 @@ def _begin(source: Path, partial: Path) -> ModelShape:
     return read_shape(partial)
 
 
-def _tensor(stored: str, paths: Mapping[str, Path]) -> Tensor:
+def _tensor(source: Path, stored: str, paths: Mapping[str, Path]) -> Tensor:
     """Return a tensor in bfloat16, decoded if the files have its numbers and scales."""
 
     def read(key: str) -> Tensor:
         if key not in paths:
-            raise ConfigError(f"no file has the tensor {key!r}; fetch the folder again")
+            raise ConfigError(f"{source}: no file has the tensor {key!r}; fetch the folder again")
         with safe_open(paths[key], framework="pt") as file:
             found: Tensor = file.get_tensor(key)
         return found
@@ -97,16 +97,24 @@ def _tensor(stored: str, paths: Mapping[str, Path]) -> Tensor:
     if stored + QUANTISED[0] not in paths:
         return read(stored).to(torch.bfloat16)
     blocks, scales = (read(stored + suffix) for suffix in QUANTISED)
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8 or blocks.shape[:-1] != scales.shape:
-        raise ConfigError(f"tensor {stored + QUANTISED[0]!r} does not fit its scales; fetch the folder again")
-    return torch.stack([decoded(*of).t() for of in zip(blocks, scales, strict=True)])
+    fits = blocks.ndim == 4 and len(blocks) and blocks.shape == (*scales.shape, 16)
+    if not fits or blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+        raise ConfigError(
+            f"{source}: tensor {stored + QUANTISED[0]!r} does not fit its scales; fetch the folder again"
+        )
+    found = torch.stack([decoded(*of).t() for of in zip(blocks, scales, strict=True)])
+    if not found.isfinite().all():
+        raise ConfigError(
+            f"{source}: tensor {stored + QUANTISED[1]!r} has scales above 252; fetch the folder again"
+        )
+    return found
 
 
 def decoded(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return bfloat16 [rows, 32 G] of uint8 blocks [rows, G, 16] and scales [rows, G].
 
-    A byte has two numbers, the first in its low bits. The result is exact. A scale of 255 is infinite here,
-    and is refused when the weights are loaded.
+    A byte has two numbers, the first in its low bits. The result is exact, and infinite for scales above
+    252 with large numbers.
     """
     table = torch.tensor([*MAGNITUDES, *(-x for x in MAGNITUDES)])
     codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)

@@ -75,6 +75,11 @@ def check_engine(config: Config, world_size: int) -> None:
         )
     shape = read_shape(config.model.path)
     check_layout(shape, tensor, field="rollout.engine_tensor", serving=True)
+    if shape.sinks and (name := config.rollout.vllm.get("attention_backend")):
+        raise ConfigError(
+            f"rollout.vllm.attention_backend={name}: follows from the model, whose sinks another backend may "
+            "copy before they are updated; remove it"
+        )
     if shape.stacked and config.serving.replicas is None and shape.ffn % world_size:
         raise ConfigError(
             f"model.intermediate_size={shape.ffn}: vLLM's {shape.family} needs a multiple of the number of "

@@ -81,3 +81,24 @@ def test_another_folder_is_refused(tmp_path: Path, changes: dict[str, Any], mess
     with pytest.raises(ConfigError, match=message):
         import_mxfp4(tmp_path / "old", tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("gate_up_proj_blocks", torch.zeros(0, 128, 1, 16, dtype=torch.uint8), "does not fit its scales"),
+        ("down_proj_scales", torch.zeros(3, 32, dtype=torch.uint8), "does not fit its scales"),
+        ("down_proj_scales", torch.full((3, 32, 2), 255, dtype=torch.uint8), "has scales above 252"),
+        ("down_proj_bias", None, "no file has the tensor"),
+    ],
+)
+def test_damaged_tensors_are_refused_with_their_folder(
+    tmp_path: Path, name: str, changed: torch.Tensor | None, message: str
+) -> None:
+    given = write(tmp_path / "old")
+    key = f"model.layers.0.mlp.experts.{name}"
+    left = {other: x for other, x in given.items() if other != key}
+    save_file(left | ({} if changed is None else {key: changed}), tmp_path / "old" / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/old: .*{message}"):
+        import_mxfp4(tmp_path / "old", tmp_path / "new")
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]

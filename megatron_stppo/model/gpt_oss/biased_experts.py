@@ -37,7 +37,8 @@ class BiasedExperts(GroupedExperts):
         end_E = to_device(tokens_per_expert.cumsum(0).int(), rows_NH.device)
         down, up = LINEAR
         inner = self._multiply(rows_NH, end_E, up, counts) + self._biases(up, counts)
-        inner = (clamped_swiglu(inner) * prob_N1).to(rows_NH.dtype)
+        high = torch.promote_types(inner.dtype, torch.float32)  # rounded once, as in vLLM's kernel
+        inner = (clamped_swiglu(inner.to(high)) * prob_N1).to(rows_NH.dtype)
         out = self._multiply(inner, end_E, down, counts)
         # the tensor ranks' outputs are added up
         out = out + self._biases(down, counts) * (prob_N1 / self.tp_group.size())

@@ -37,7 +37,12 @@ class EngineRoutes:
         # One group has the keys and values of all tokens; others have those of a window, or states.
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         parts = MambaSpec | SlidingWindowSpec
-        (self._group,) = (n for n, spec in enumerate(specs) if not isinstance(spec, parts))
+        whole = [n for n, spec in enumerate(specs) if not isinstance(spec, parts)]
+        if not whole:
+            raise RolloutError(
+                "no layer keeps the keys and values of all tokens, beside which experts are kept"
+            )
+        (self._group,) = whole
         self._block = int(specs[self._group].block_size)
         dtype = dtype_of(config.get_num_experts())
         self._unknown = unknown(dtype)

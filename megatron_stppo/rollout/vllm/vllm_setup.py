@@ -195,6 +195,8 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
     compilation["pass_config"] = {"fuse_allreduce_rms": False} | compilation.get("pass_config", {})
     options = {**given.options, "compilation_config": compilation}
     platform = _platform_arguments(given.kv_cache_gib, token, given.routes)
+    if shape.sinks and not on_cpu():
+        platform["attention_backend"] = sinks_backend()
     return EngineArgs(**(chosen | options | fixed | platform | lora_arguments(given.adapters)))
 
 
@@ -326,6 +328,12 @@ def _plain_delta_nets() -> None:
             f"{next(iter(TESTED_ENGINES))}"
         ) from None
     module.plain_delta_nets()
+
+
+def sinks_backend() -> str:
+    """Return vLLM's attention that reads a model's sinks where the reshard writes them. FlashInfer's copies
+    them when the engine is built."""
+    return "FLASH_ATTN" if torch.cuda.get_device_capability()[0] == 9 else "TRITON_ATTN"
 
 
 def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[str, Any]:

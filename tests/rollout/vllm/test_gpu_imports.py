@@ -13,6 +13,7 @@ import torch
 
 from megatron_stppo.cluster.launch.vllm_environment import check_cuda_functions
 from megatron_stppo.config import ConfigError
+from megatron_stppo.rollout.vllm.vllm_setup import sinks_backend
 
 UNCOLLECTED = "import gc; gc.disable()\n"  # the imports take a fifth less time
 # Runs in a process of its own, because the platform is chosen once per process. UnspecifiedPlatform is the
@@ -120,3 +121,11 @@ def test_replaced_events_are_refused_if_there_is_a_gpu(monkeypatch: pytest.Monke
             check_cuda_functions()
     else:
         check_cuda_functions()
+
+
+@pytest.mark.parametrize(("major", "backend"), [(9, "FLASH_ATTN"), (10, "TRITON_ATTN")])
+def test_attention_reads_sinks_where_the_reshard_writes_them(
+    monkeypatch: pytest.MonkeyPatch, major: int, backend: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    assert sinks_backend() == backend

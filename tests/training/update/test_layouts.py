@@ -49,6 +49,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "delta_net": ("qwen3_5", 1, {}, False),
     "delta_net_tensor_sequence": ("qwen3_5", 2, {"tensor": 2, "sequence": True}, False),
     "experts_over_all": ("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
+    "sinks_experts_over_all": ("gpt_oss", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
 }
 MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "data": ("qwen3", 2, {}, True),
@@ -65,12 +66,14 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "delta_net_experts_tensor": ("qwen3_5_moe", 2, {"tensor": 2, "sequence": True}, False),
     "joined_delta_net": ("qwen3_next", 2, {"pipeline": 2}, False),
     "sinks": ("gpt_oss", 1, {}, False),
-    "sinks_experts_over_all": ("gpt_oss", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
     "sinks_pipeline_context": ("gpt_oss", 4, {"pipeline": 2, "context": 2}, False),
+    "uneven_sinks": ("gpt_oss", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
+    "sinks_virtual": ("gpt_oss", 2, {"pipeline": 2, "virtual": 2}, False),
     "uneven": ("llama", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
 }
 # recomputation of activations, which must not change any result
 RECOMPUTE = {"virtual": "full", "context": "selective", "experts_over_context": "full"}
+RECOMPUTE |= {"sinks_pipeline_context": "selective", "sinks_experts_over_all": "full"}
 # gradients of the weights are added to the main gradients by one product
 FUSED = {"virtual", "context", "tensor_sequence_pipeline", "experts_over_all", "experts_over_data"}
 FUSED |= {"sinks_experts_over_all"}

@@ -20,20 +20,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trees")
-    layouts.write_model(folder, "qwen3")
-    return folder
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("trees")
+    for family in ("qwen3", "gpt_oss"):
+        layouts.write_model(root / family, family)
+    return root
 
 
 @pytest.mark.parametrize("budget", [1, 24, 1000])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "layout"), [*(("qwen3", layout) for layout in LAYOUTS), ("gpt_oss", "one")]
+)
 def test_log_probs_and_gradients_are_those_of_whole_trajectories(
-    layout: str, budget: int, model: Path
+    family: str, layout: str, budget: int, models: Path
 ) -> None:
     ranks, parallel = LAYOUTS[layout]
-    for found in run_ranks(trees.observe, ranks, str(model), parallel, budget):
-        assert found["log-probs"] < 1e-12 and found["gradients"] < 1e-12, found
+    for found in run_ranks(trees.observe, ranks, str(models / family), parallel, budget):
+        # megatron weighs experts in float32
+        assert found["log-probs"] < 1e-12 and found["gradients"] < (1e-12 if family == "qwen3" else 1e-6), (
+            found
+        )
         assert found["parameters"] > 5 and found["least"] < 0
         whole, distinct = found["tokens"]
         assert distinct == whole if budget == 1 else distinct < whole or layout == "data"

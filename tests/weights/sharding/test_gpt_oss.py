@@ -109,6 +109,11 @@ def test_a_window_bounds_the_products_of_attention(tmp_path: Path) -> None:
         ),
         ({"parallel": {"tensor": 2}}, 2, "parallel.sequence=false"),
         ({"rollout": {"engine_tensor": 4}}, 4, "engine_tensor=4 exceeds model.num_key_value_heads=2"),
+        (
+            {"rollout": {"vllm": {"attention_backend": "FLASHINFER"}}},
+            1,
+            "attention_backend=FLASHINFER: follows from the model, whose sinks",
+        ),
         ({}, 5, "intermediate_size=24: vLLM's gpt_oss needs a multiple of the number of ranks 5"),
     ],
 )
