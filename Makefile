@@ -17,8 +17,8 @@ SEED ?= 0
 BIN := .venv/bin
 STAMP := .venv/install-seconds
 SHELLS := .ci/run $(wildcard examples/slurm/*.sbatch examples/slurm/*.sh tests/slurm/bin/*) tests/slurm/program
-# Three tests run at a time, because some wait. Tests of one file run in one process, because they share fixtures. Files run in folder order.
-PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Two tests run at a time. Tests of one file run in one process, because they share fixtures. Files run in folder order.
+PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 STRICT := megatron_stppo/base/types.py megatron_stppo/config megatron_stppo/algorithm megatron_stppo/weights/reshard/plan.py
 
 help: ## print this list

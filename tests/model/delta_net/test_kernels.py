@@ -4,7 +4,6 @@ definition, and when they are chosen."""
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.model.delta_net import kernels as kernels_file
 from megatron_stppo.model.delta_net.kernels import Kernels, chosen
 from megatron_stppo.model.delta_net.layer import EPS, GatedDeltaNet
 from megatron_stppo.model.delta_net.sequences import Sequences
@@ -97,7 +97,11 @@ def test_a_convolution_of_other_sizes_is_torchs() -> None:
     assert kernels.convolve(x[:, :8], torch.zeros(8, 1, 5), number) is None
 
 
-def test_the_kernels_are_chosen_on_a_gpu_in_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_are_chosen_on_a_gpu_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: dict[str, Any] = {}
+    found = SimpleNamespace(util=SimpleNamespace(find_spec=installed.get), import_module=installed.get)
+    monkeypatch.setattr(kernels_file, "importlib", found)
+
     def of(name: str, dtype: torch.dtype = torch.bfloat16) -> Kernels | None:
         return chosen(Config.model_validate({"model": {"path": "m", "delta_net": name}}), dtype)
 
@@ -107,12 +111,10 @@ def test_the_kernels_are_chosen_on_a_gpu_in_bfloat16(tmp_path: Path, monkeypatch
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match=r"fla: flash-linear-attention is not installed"):
         of("fla")
-    (tmp_path / "fla/ops").mkdir(parents=True)
-    (tmp_path / "fla/ops/gated_delta_rule.py").write_text("chunk_gated_delta_rule = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+    rule = SimpleNamespace(chunk_gated_delta_rule=1)
+    installed |= {"fla": rule, "fla.ops.gated_delta_rule": rule}
     assert of("fla") == Kernels(1, None)  # type: ignore[arg-type]
-    (tmp_path / "causal_conv1d.py").write_text("causal_conv1d_fn = 2\n")
-    monkeypatch.syspath_prepend(str(tmp_path))  # and forget which modules there are
+    installed["causal_conv1d"] = SimpleNamespace(causal_conv1d_fn=2)
     assert of("fla") == Kernels(1, 2) and of("torch") is None  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"fla: its kernels are for bfloat16, the model has float32"):
         of("fla", torch.float32)
