@@ -47,6 +47,9 @@ def test_a_replica_that_leaves_hands_its_unfinished_episodes_to_another_one() ->
         b.dialer.send(Moved(message.route.name, 1))
         given = {episode.number: episode for episode in b.next(Play).episodes}
         assert given[1].record == told.record and given[0].record == ()
+        more = record(1, turn(3, reason="stop"), turn(4, version=1))  # b never had version 0
+        b.dialer.send(more)
+        until(lambda: t.crew.records.of(1) == more.record)
         b.finish(1, turns=(Turn((7,) * 3, (-0.5,) * 3, (), 0.0, ((0, 3),)),))
         b.finish(0, turns=(Turn((7,) * 3, (-0.5,) * 3, (), 0.0, ((0, 3),)),))
         until(lambda: t.crew.lost == 2)  # version 0 is in the record of 1 only
