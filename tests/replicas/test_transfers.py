@@ -1,4 +1,4 @@
-"""What weights a replica has after a transfer that fails, which links it closes, and when it makes no step."""
+"""What weights a replica has after a failed transfer, which links it closes, and when it makes no step."""
 
 from __future__ import annotations
 
