@@ -1,9 +1,13 @@
 import gc
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 import tests.shapes  # noqa: F401  checks the shapes in the names of tensors
+
+hypothesis.settings.register_profile("busy", deadline=None)  # an example may wait for a core
+hypothesis.settings.load_profile("busy")
 
 
 @pytest.hookimpl(wrapper=True)
