@@ -24,7 +24,7 @@ HEADERS = sorted(map(str, CSRC.glob("*.h"))) + sorted(map(str, CSRC.glob("*.cuh"
 # No peeling up to an aligned address, because the order of a sum would depend on the address of its row.
 VECTORISE = ["-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 if platform.machine() == "x86_64":
-    # 512-bit vectors slow down the code that runs after them on the same core (docs/notes/performance.md).
+    # 512-bit vectors slow down the code that runs after them on the same core (docs/performance.md).
     VECTORISE += ["-mprefer-vector-width=256"]
 VECTORISE += ["--param", "vect-max-peeling-for-alignment=0"]
 CXX_FLAGS = ["-O3", *VECTORISE, "-Wall", "-Wextra"]

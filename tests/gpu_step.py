@@ -60,7 +60,7 @@ def waits(
             "megatron": {"use_cpu_initialization": False, "perform_initialization": False},
         }
     )
-    after.LEAST = 1  # the microbatches for actor/kl_after do not become more with the trajectories
+    after.LEAST = IN_MICROBATCH  # one whole microbatch for actor/kl_after, however many trajectories
     shape, found = read_shape(config.model.path), {}
     one = trajectory(config, LENGTH)
     played = [replace(one, prompt_ids=(n, *one.prompt_ids[1:])) for n in range(trajectories)]

@@ -28,7 +28,7 @@ BASELINES = {
 }
 BY_TOKENS = "clipped_surrogate by tokens"
 # {variant: largest time / one GEMM's time, for hidden sizes below 4,096 and from there on}. The products
-# alone are 3. Passes over the logits add 0.41 GEMM at 2,048 and 0.20 at 4,096 (docs/notes/).
+# alone are 3. Passes over the logits add 0.41 GEMM at 2,048 and 0.20 at 4,096 (docs/performance.md).
 GEMM_TIMES = {"linear_loss": (3.7, 3.4)}
 BOTH = "forward + backward"
 
