@@ -51,7 +51,8 @@ def train(
 ) -> None:
     """Train up to iteration run.iterations. Collective.
 
-    assemble: builds the models and what plays the episodes; worker.assemble or serving.start.assemble.
+    assemble: builds the models and what plays the episodes: training.colocated.assemble, or
+    replicas.trainer.start.assemble.
     With `resume`, it continues from the newest checkpoint, if there is one. A preemption notice to any rank,
     tools that stay unreachable, and an engine that fails on a GPU lead to a checkpoint and to Requeue.
     """

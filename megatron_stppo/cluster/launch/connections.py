@@ -1,10 +1,10 @@
 """The environment variable CUDA_DEVICE_MAX_CONNECTIONS, which CUDA reads once, when it is initialised.
 
 megatron starts a collective of the tensor parallel ranks and then a matrix product that runs beside it ("we
-rely on CUDA_DEVICE_MAX_CONNECTIONS=1" in megatron-core 0.16.1, tensor_parallel/layers.py). With 1, a GPU
+rely on CUDA_DEVICE_MAX_CONNECTIONS=1" in megatron/core/tensor_parallel/layers.py 0.16.1). With 1, a GPU
 before Blackwell begins with the kernel that was started first, the collective. With more, the product may
 begin first and occupy the GPU until it ends, and the collective is not hidden behind it. Megatron-LM requires
-1 for tensor and context parallelism on these GPUs, and no longer on Blackwell (training/arguments.py).
+1 for tensor and context parallelism on these GPUs, no longer on Blackwell (megatron/training/arguments.py).
 This module imports neither torch nor megatron.
 """
 

@@ -1,7 +1,7 @@
 """A gated delta net as a layer of megatron's models, in place of attention.
 
-megatron-core has one (ssm/gated_delta_net.py), which needs flash-linear-attention, has no packed sequences,
-and does not sum the gradient of its norm over tensor ranks without sequence parallelism.
+megatron-core has one (megatron/core/ssm/gated_delta_net.py), which needs flash-linear-attention, has no
+packed sequences, and does not sum the gradient of its norm over tensor ranks without sequence parallelism.
 
 Under tensor parallelism a rank has some of the key heads, and the value heads that share them. Tokens that
 trajectories have in common are not shared, because each trajectory has a state of its own (pipeline.py).

@@ -1,6 +1,6 @@
 """Reads a GGUF file's metadata, and makes config.json of it.
 
-The keys are those of llama.cpp's specification (ggml, docs/gguf.md). Every key of the architecture is either
+The keys are those of llama.cpp's specification (ggml's gguf.md). Every key of the architecture is either
 read or known to change nothing. Any other one is refused, because it may change what the model computes.
 """
 
