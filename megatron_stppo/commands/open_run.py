@@ -25,16 +25,14 @@ def open_config(
     command: str,
     resume: bool = False,
     world: int | None = None,
-    remedy: str = "give --resume to continue that run, or another run.name",
     checkpoint: bool = False,
     modules: Path | None = None,
 ) -> Config:
     """Return the configuration after all checks of `command` that need neither torch nor the model's weights.
 
-    `world`: number of ranks; default: the launcher's. remedy: for a new training whose folder holds a run.
-    checkpoint: whether the command loads a checkpoint and trains nothing, so that it needs no
-    model.lora.path. modules: the folder of the modules that `environment` names; default: that of the file.
-    Raises ConfigError.
+    `world`: number of ranks; default: the launcher's. checkpoint: whether the command loads a checkpoint and
+    trains nothing, so that it needs no model.lora.path. modules: the folder of the modules that `environment`
+    names; default: that of the file. Raises ConfigError.
     """
     from megatron_stppo.config.file import load
 
@@ -58,7 +56,7 @@ def open_config(
     if command == "train" and resume:
         run_folder.check_resume(config)
     elif command == "train":
-        run_folder.check_new(config, remedy)
+        run_folder.check_new(config, "give --resume to continue that run, or another run.name")
     _read_tasks(config, checks.data_files(config, command))
     if command in checks.ROLLS_OUT:
         from megatron_stppo.environments import choose

@@ -53,12 +53,6 @@ def serve(
         int | None,
         typer.Option(metavar="PID", help="end when this process, which has started the replica, has ended"),
     ] = None,
-    replay_from: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="OTHER_RUN_DIR", help="repeat the engine steps of the replica of this name in that run"
-        ),
-    ] = None,
 ) -> None:
     """Play episodes for a run of `train` with serving.replicas, as one of its vLLM replicas; one process per
     tensor-parallel rank."""
@@ -73,8 +67,6 @@ def serve(
         raise ConfigError(
             f"--name={name}: give up to 64 letters, digits, '.', '_' and '-', without a leading '.'"
         )
-    if replay_from is not None and not name:
-        raise ConfigError(f"--replay-from={replay_from}: give --name too, the name of the replica to repeat")
     process.discover()
     # Slurm sends it to all steps of a job some time before the end. The trainer then completes its iteration,
     # for which it needs the replicas, and ends them.
@@ -90,12 +82,10 @@ def serve(
     with importing():
         process.prepare()
         from megatron_stppo.replicas.replica import start
-        from megatron_stppo.replicas.wire import journal
         from megatron_stppo.training.colocated import build_engine
     end_normally()
-    repeats = None if replay_from is None else journal.read(replay_from, name)
     build = partial(build_engine, settings, process.dtype(settings), settings.replays_rollout)
-    start.serve(settings, start.Started(run, connection, notice, name, repeats), build)
+    start.serve(settings, start.Started(run, connection, notice, name), build)
 
 
 def _open(run: Path, overrides: list[str] | None) -> Config:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megatron_stppo.base.errors import ConfigError, DoNotRestart, Ending
+from megatron_stppo.base.errors import DoNotRestart, Ending
 from megatron_stppo.base.files import replacing
 from megatron_stppo.cluster.exits import is_first_rank, naming_a_full_disk
 from megatron_stppo.cluster.launch import process
@@ -23,11 +23,10 @@ from megatron_stppo.observe.console import say
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
-    from megatron_stppo.replicas.trainer.recorded import Recorded
     from megatron_stppo.training.loop import Assemble
 
 commands = command_group()
-Records = Literal["rollouts", "batches", "journal"]
+Records = Literal["rollouts", "batches"]
 NOTE = "exit.json"  # in a run's folder
 
 
@@ -55,7 +54,6 @@ def train(
         "megatron-stppo replay runs/first run.name=again",
         "megatron-stppo replay runs/first run.name=again update.actor.lr=1e-5",
         "megatron-stppo replay runs/first run.name=one --records batches --start step_10 run.iterations=11",
-        "megatron-stppo replay runs/first run.name=again --records journal",
     )
 )
 def replay(
@@ -66,10 +64,7 @@ def replay(
     ] = None,
     records: Annotated[
         Records,
-        typer.Option(
-            help="rollouts: score its trajectories and update; batches: update on its dumps; journal: play "
-            "the episodes of an asynchronous run again, in the recorded order"
-        ),
+        typer.Option(help="rollouts: score its trajectories and update; batches: update on its dumps"),
     ] = "rollouts",
     start: Annotated[
         str | None,
@@ -79,8 +74,6 @@ def replay(
     """Train on the records of a run, and write a new run."""
     from megatron_stppo.validation import sources
 
-    if records == "journal":
-        return _repeat(run, overrides, config, start)
     settings = open_config(config or sources.config_of(run), overrides, "replay")
     sources.check_replay(settings, records, run, start)
     lock(settings)
@@ -90,26 +83,6 @@ def replay(
         from megatron_stppo.training.replay import replay as train_again
     with naming_a_full_disk(settings.run.folder):
         train_again(settings, records, run, start)
-
-
-def _repeat(run: Path, overrides: list[str] | None, config: Path | None, start: str | None) -> None:
-    """Repeat an asynchronous run from its journal. config: default: that of the run."""
-    from megatron_stppo.replicas.trainer import recorded
-    from megatron_stppo.replicas.wire import keys
-    from megatron_stppo.validation import sources
-
-    if start is not None:
-        raise ConfigError(f"--start={start}: a journal is repeated from its beginning; remove --start")
-    modules = None if config else keys.modules(run)
-    settings = open_config(
-        config or sources.config_of(run), overrides, "train", remedy="give another run.name", modules=modules
-    )
-    if settings.serving.replicas is None:
-        raise ConfigError(
-            f"RUN_DIR={run}: serving.replicas=null: the run was colocated and has no journal; give an "
-            "asynchronous run, or replay --records rollouts"
-        )
-    start_training(settings, recorded=recorded.read(run))
 
 
 @commands.command(
@@ -208,8 +181,8 @@ def cold_start(
         value_pretraining.pretrain(settings, critic)
 
 
-def start_training(settings: Config, resume: bool = False, recorded: Recorded | None = None) -> None:
-    """Train with a checked configuration. recorded: the asynchronous run to repeat."""
+def start_training(settings: Config, resume: bool = False) -> None:
+    """Train with a checked configuration."""
     if settings.serving.replicas is not None:
         from megatron_stppo.replicas.wire import address
 
@@ -231,7 +204,7 @@ def start_training(settings: Config, resume: bool = False, recorded: Recorded | 
 
     # before the imports, which take long: without a handler SIGUSR1 would end the process
     notice = PreemptionNotice(settings.run.end_margin)
-    assemble = import_assembly(settings, recorded=recorded, notice=lambda: notice.reason)
+    assemble = import_assembly(settings, lambda: notice.reason)
     from megatron_stppo.cluster.deadlines import Watchdog
     from megatron_stppo.training import loop
 
@@ -240,10 +213,10 @@ def start_training(settings: Config, resume: bool = False, recorded: Recorded | 
         loop.train(settings, resume, watchdog, notice, assemble)
 
 
-def import_assembly(settings: Config, **served: Any) -> Assemble:
+def import_assembly(settings: Config, notice: Callable[[], str] = lambda: "") -> Assemble:
     """Import what training needs, and return what builds the models and plays the episodes.
 
-    served: arguments of replicas.trainer.start.assemble.
+    notice: returns why the run must end soon, or "".
     """
     with importing():
         process.prepare(engine=settings.serving.replicas is None)
@@ -254,7 +227,7 @@ def import_assembly(settings: Config, **served: Any) -> Assemble:
             return colocated
         from megatron_stppo.replicas.trainer.start import assemble
 
-        return partial(assemble, **served)
+        return partial(assemble, notice=notice)
 
 
 @contextmanager

@@ -177,3 +177,14 @@ def test_under_torchrun_the_reason_is_the_last_thing_printed(root: Path) -> None
     last = [line for line in done.stderr.splitlines() if line.strip()][-2:]
     assert "megatron-stppo: update.epoch=2: no such field; did you mean update.epochs?" in last[0]
     assert not last[1].strip("="), "the frame of torchrun's report"
+
+
+def test_log_probs_of_nucleus_sampling_are_not_audited(root: Path, said: Said) -> None:
+    run = root / "runs" / "first"
+    (run / "trajectories").mkdir(parents=True)
+    config = (root / "run.yaml").read_text()
+    (run / "config.yaml").write_text(config)
+    assert said("audit", run).endswith("trajectories/ holds no iteration to audit; choose another run")
+    (run / "trajectories" / "iteration-00001.jsonl").touch()
+    (run / "config.yaml").write_text(config.replace("rollout:\n", "rollout:\n  top_p: 0.5\n"))
+    assert said("audit", run).startswith("rollout.top_p=0.5: the engine's log-probs are of the tokens")

@@ -40,7 +40,6 @@ class Attempt:
         run.root.mkdir(parents=True, exist_ok=True)
         self.log, self._started = run.root / f"{run.name}.log", run.root / f"{run.name}.started"
         self._started.write_text("")
-        self._journals = run.folder / "serving" / "journal"
         world = range(config.parallel.tensor)
         names = [f"replica-{index}" for index in range(config.serving.replicas or 0)]
         self._orders = Orders([*(f"rank-{rank}" for rank in world), *names])
@@ -169,8 +168,9 @@ class Attempt:
             self._awaited[victim] = Replacement(self._joins(victim), self.clock)
 
     def _joins(self, name: str) -> int:
-        """Return how many replicas of this name have joined, in all attempts: each begins a journal."""
-        return sum(path.stat().st_size > 0 for path in self._journals.glob(f"{name}*.jsonl"))
+        """Return how many replicas of this name have joined, in all attempts."""
+        joined = f"replica {name} has joined"
+        return self.log.read_text(errors="replace").count(joined) if self.log.exists() else 0
 
     def _all_replicas(self) -> dict[int, str]:
         """Return the names of all replicas that were started, by process id."""

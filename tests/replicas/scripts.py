@@ -16,7 +16,7 @@ NUMBERS = range(70, 76)
 
 def train(model: Path, run: Path) -> dict[str, Any]:
     trainer, seen = Scripted(run, model), {}
-    for script in (together, recompute, again, repeat, drain, misuse, short, differ, refuse):
+    for script in (together, recompute, again, drain, misuse, refuse):
         seen[script.__name__] = script(trainer)
     trainer.join(3)
     trainer.play(NUMBERS, TASKS, SEED)
@@ -54,18 +54,6 @@ def again(trainer: Scripted) -> tuple[Moved, dict[int, Trajectory]]:
     return failed, played
 
 
-def repeat(trainer: Scripted) -> dict[int, Trajectory]:
-    """Everything that `recompute` sent comes at once."""
-    trainer.join(3)
-    trainer.play([76, 77], TASKS[:2], SEED + 1)
-    trainer.play(NUMBERS, TASKS, SEED)
-    trainer.update(4)
-    trainer.update(5)
-    played = trainer.wait_for(8)
-    trainer.stop()
-    return played
-
-
 def drain(trainer: Scripted) -> dict[int, Trajectory]:
     trainer.join(3)
     trainer.play(NUMBERS, TASKS, SEED)
@@ -80,18 +68,6 @@ def drain(trainer: Scripted) -> dict[int, Trajectory]:
 def misuse(trainer: Scripted) -> ReplicaEnds:
     trainer.join(3)
     trainer.play([1], [task(0, "step is not async")], SEED)
-    return trainer.expect(ReplicaEnds)
-
-
-def short(trainer: Scripted) -> ReplicaEnds:
-    trainer.join(3)
-    trainer.play(NUMBERS, TASKS, SEED)
-    return trainer.expect(ReplicaEnds)
-
-
-def differ(trainer: Scripted) -> ReplicaEnds:
-    trainer.join(3)
-    trainer.play(NUMBERS[1:], TASKS[1:], SEED)
     return trainer.expect(ReplicaEnds)
 
 

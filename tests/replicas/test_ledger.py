@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_stppo.base.types import Outcome, Task, Trajectory, Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.groups import Order, Taken, Terms
+from megatron_stppo.replicas.trainer.groups import Order, Terms
 from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.wire.episodes import decode_episodes, encode_episodes
 
@@ -112,15 +112,6 @@ def test_a_resumed_run_continues_with_the_lengths_so_far() -> None:
 
 def test_in_order_of_admission_no_bias_is_reported() -> None:
     assert ledger().bias() == {}
-
-
-def test_a_repeated_run_takes_the_recorded_batches() -> None:
-    book = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, 1, "completion"), recorded=[Taken([3, 0]), Taken([2, 1])])
-    book.admit(0)
-    for number in range(4):
-        book.finish(number, played(number))
-    assert (numbers(book.batch()), book.taken.groups) == ([3, 0], [3, 0])
-    assert numbers(book.batch()) == [2, 1]
 
 
 def test_the_trajectory_keeps_the_task_that_was_assigned() -> None:

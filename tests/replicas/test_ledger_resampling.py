@@ -27,13 +27,12 @@ class Run:
     terms: Terms
     flat: frozenset[int] = frozenset()
     picks: tuple[int, ...] = ()
-    recorded: list[Taken] = field(default_factory=list)
     admitted: dict[int, tuple[int, Assignment]] = field(default_factory=dict)  # number: (iteration, episode)
 
     iteration: int = 0  # that collects its batch; the version that all episodes are played with
 
     def __post_init__(self) -> None:
-        self.book = Ledger(TaskCursor(TASKS, seed=0), self.terms, self.recorded)
+        self.book = Ledger(TaskCursor(TASKS, seed=0), self.terms)
 
     def note(self, iteration: int, new: list[Assignment]) -> bool:
         assert not self.admitted.keys() & {a.number for a in new}, "an episode is admitted once"
@@ -113,15 +112,6 @@ def test_at_the_bound_groups_without_variance_fill_the_batch() -> None:
     assert (groups(first), groups(second)) == ([4, 5], [10, 11])
     assert run.book.taken == Taken([10, 11], [[6, 7], [8, 9]])
     assert [(s.group, s.reward) for s in run.book.dropped] == [(n // 2, 1.0) for n in range(8)]
-
-
-def test_a_repeated_run_drops_the_recorded_groups_whatever_their_rewards_are() -> None:
-    first = Run(Terms(2, SAMPLES, 1, "completion", resample=1), flat_tasks(1, 2), (3, 1, 4))
-    taken = [first.book.taken for _ in first.batches(0, 4)]
-    assert any(one.dropped for one in taken)
-    again = Run(first.terms, recorded=taken)
-    assert [again.book.taken for _ in again.batches(0, 4)] == taken
-    assert again.admitted == first.admitted
 
 
 @st.composite

@@ -76,9 +76,9 @@ def test_a_replica_that_is_used_wrongly_ends_the_run_with_its_line_and_no_traceb
 ) -> None:
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    local = LocalReplicas(tmp_path, ["replica-0"], budget=1, arguments=["run.seed=1"])
+    local = LocalReplicas(tmp_path, [".hidden"], budget=1)
     with trainer(local=local) as (t, _):
-        with pytest.raises(ConfigError, match=r"^run\.seed: a replica takes it from the run; only "):
+        with pytest.raises(ConfigError, match=r"^--name=\.hidden: give up to 64 letters"):
             t.hub.wait(lambda: None)
     assert not raised
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,8 @@ import pytest
 from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.environments.base import StepResult, ToolAway
 from megatron_stppo.replicas.replica.activity import Activity
-from megatron_stppo.replicas.replica.news import End, Live, NewsSource
-from megatron_stppo.replicas.replica.replayed import Replayed
+from megatron_stppo.replicas.replica.news import End, NewsSource
 from megatron_stppo.replicas.wire.channel import Channel
-from megatron_stppo.replicas.wire.journal import Journal, Line, read
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import (
     Announce,
@@ -52,7 +49,6 @@ class Playing:
 
     asked: list[int] = field(default_factory=list)
     runs: bool = True
-    steps: int = 5
     playing: dict[int, Any] = field(default_factory=dict)
 
 
@@ -60,29 +56,23 @@ class Playing:
 def box(
     timeout: float = 30.0,
     game: type[Game] = Game,
-    journal: Any = None,
-    lines: tuple[Line, ...] | None = None,
     waits: bool = False,
     drain: bool = False,
 ) -> Iterator[Box]:
-    """A source of news: one that repeats these lines, or a live one."""
     with (
         connected() as (listener, dialer, peer),
         EnvironmentHost(game, concurrency=4, deadline=5, tools=ToolWait(0), answered=dialer.wake) as host,
     ):
-        shared: dict[str, Any] = {
-            "dialer": dialer,
-            "host": host,
-            "activity": Activity(),
-            "journal": journal,
-            "timeout": timeout,
-            "records": True,
-            "asked_to_leave": lambda: opened.signal,
-        }
-        if lines is None:
-            source: NewsSource = Live(**shared, drain=drain, awaits_answers=waits)
-        else:
-            source = Replayed(**shared, lines=iter(lines), patience=20.0)
+        source = NewsSource(
+            dialer=dialer,
+            host=host,
+            activity=Activity(),
+            timeout=timeout,
+            records=True,
+            drain=drain,
+            awaits_answers=waits,
+            asked_to_leave=lambda: opened.signal,
+        )
         opened = Box(source, listener, peer)
         yield opened
 
@@ -163,11 +153,9 @@ def told_ready(opened: Box, patience: float) -> list[int]:
 
 
 @pytest.mark.parametrize("drain", [False, True])
-def test_a_replica_that_waits_for_tools_takes_part_in_transfers_before_the_next_step(
-    tmp_path: Path, drain: bool
-) -> None:
-    journal, player = Journal(tmp_path, "replica-0"), Playing(asked=[7], runs=not drain)
-    with box(journal=journal, waits=True, drain=drain) as opened:
+def test_a_replica_that_waits_for_tools_takes_part_in_transfers_before_the_next_step(drain: bool) -> None:
+    player = Playing(asked=[7], runs=not drain)
+    with box(waits=True, drain=drain) as opened:
         source = opened.source
         source.version = 3
         opened.listener.send(opened.peer, Announce(4))
@@ -187,13 +175,11 @@ def test_a_replica_that_waits_for_tools_takes_part_in_transfers_before_the_next_
         news = source.next(player)  # type: ignore[arg-type]
         assert [answer.index for answer in news.answers] == [7]
         assert not news.waits
-    hold = [Line(5, (), (), None, True)] if drain else []
-    assert list(read(tmp_path, "replica-0")) == [*hold, Line(5, (), (), 4), Line(5, (), (7,), None)]
 
 
-def test_turns_that_are_completed_for_an_update_get_their_answers_first(tmp_path: Path) -> None:
+def test_turns_that_are_completed_for_an_update_get_their_answers_first() -> None:
     player = Playing(asked=[7])
-    with box(journal=Journal(tmp_path, "replica-0"), waits=True, drain=True) as opened:
+    with box(waits=True, drain=True) as opened:
         source = opened.source
         source.version = 3
         opened.listener.send(opened.peer, Announce(4))
@@ -203,23 +189,3 @@ def test_turns_that_are_completed_for_an_update_get_their_answers_first(tmp_path
         news = source.next(player)  # type: ignore[arg-type]
         assert [answer.index for answer in news.answers] == [7]
         assert not told_ready(opened, 0.3)
-
-
-def test_a_repeated_replica_makes_no_step_before_all_that_is_due(tmp_path: Path) -> None:
-    lines = (Line(5, (), (), 4), Line(5, (), (7,), None), Line(6, (70,), (), None))
-    player = Playing(asked=[7])
-    with box(journal=Journal(tmp_path, "replica-0"), lines=lines) as opened:
-        source = opened.source
-        source.version = 3
-        for message in (Announce(4), Give(ROUTE, 3)):
-            opened.listener.send(opened.peer, message)
-        news = source.next(player)  # type: ignore[arg-type]
-        assert (news.give, news.waits) == (Give(ROUTE, 3), True)
-        opened.listener.send(opened.peer, Receive(ROUTE, 4))
-        news = source.next(player)  # type: ignore[arg-type]
-        assert (news.receive, news.waits) == (Receive(ROUTE, 4), True)
-        source.version = 4
-        opened.host.reset(7, task(0), seed=0)
-        news = source.next(player)  # type: ignore[arg-type]
-        assert [answer.index for answer in news.answers] == [7]
-        assert not news.waits

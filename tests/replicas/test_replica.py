@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import pytest
 
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.replicas.wire import journal, keys
+from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.messages import Counters
 from megatron_stppo.rollout.episodes.episode import Limits
 from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -42,7 +41,6 @@ def config(model: Path, run: Path, **changes: dict[str, Any]) -> Config:
 
 
 def serve(model: Path, run: Path) -> dict[str, Any]:
-    from megatron_stppo.replicas.replica import start as stage
     from megatron_stppo.rollout.episodes.collect import collect
     from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
     from megatron_stppo.training.rollouts import rollout_settings
@@ -59,13 +57,8 @@ def serve(model: Path, run: Path) -> dict[str, Any]:
     with paced(engine):
         seen["recompute"] = once(engine, given, run, "recompute", Dice)
         seen["again"] = once(engine, given, run, "again", Dice)
-    lines = list(journal.read(run, "recompute"))
-    seen["repeat"] = once(engine, given, run / "again", "recompute", Dice, iter(lines))
     seen["drain"] = once(engine, draining, run, "drain", Dice)
     seen["misuse"] = once(engine, given, run, "misuse", Game)
-    stage.PATIENCE = 0.05  # type: ignore[assignment]  # times 20 s
-    seen["short"] = once(engine, given, run, "short", Dice, iter(lines[:3]))
-    seen["differ"] = once(engine, given, run, "differ", Dice, iter(lines))
     seen["refuse"] = once(engine, given, run, "refuse", Game)
     seen["alone"] = once(engine, given, run, "alone", Game)
     return seen
@@ -93,7 +86,6 @@ def once(
     folder: Path,
     name: str,
     environment: Callable[[], Any],
-    repeats: Iterator[journal.Line] | None = None,
     then: Callable[[], Any] = lambda: None,
 ) -> tuple[str, Counters, Any]:
     """Serve as replica `name`. Return (how it ended, its counters, then())."""
@@ -104,7 +96,7 @@ def once(
 
     shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
     connection, notice = keys.find(given.run.folder, 60), SimpleNamespace(reason="")
-    started: Any = Started(folder, connection, notice, name, repeats)  # type: ignore[arg-type]
+    started: Any = Started(folder, connection, notice, name)  # type: ignore[arg-type]
     with first_rank(given, started, name, engine, environment) as first:
         replica = Replica(
             engine,
@@ -158,10 +150,6 @@ def versions(trajectory: Trajectory) -> list[list[int]]:
     return [[version for version, _ in turn.versions] for turn in trajectory.turns]
 
 
-def recorded(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"serving/journal/{name}.jsonl").open()]
-
-
 def test_a_replica_that_waits_for_its_tools_plays_what_the_trainer_would_play_itself(seen: Any) -> None:
     played, (_, _, collected) = seen[0]["together"], seen[1]["together"]
     assert [played[n].turns for n in NUMBERS] == [t.turns for t in collected]
@@ -190,31 +178,11 @@ def test_turns_wait_for_weights_that_did_not_arrive_and_go_on_when_they_are_sent
     assert [3, 4] in turns and {v for turn in turns for v in turn} == {3, 4}
 
 
-def test_a_journal_repeats_a_replica_bit_for_bit_whenever_messages_and_answers_arrive(
-    seen: Any, run: Path
-) -> None:
-    assert seen[0]["repeat"] == seen[0]["recompute"]
-    assert recorded(run / "again", "recompute") == recorded(run, "recompute")
-    assert seen[1]["repeat"][1].steps == seen[1]["recompute"][1].steps
-
-
-def test_the_journal_names_what_was_applied_before_each_step(run: Path) -> None:
-    first, second, *rest = recorded(run, "recompute")
-    nothing = {"assigned": [], "answers": [], "version": None, "hold": False}
-    assert first == nothing | {"step": 0, "version": 3}
-    assert second == nothing | {"step": 0, "assigned": list(NUMBERS)}
-    assert [line["version"] for line in rest if line["version"]] == [4, 5]
-    steps = [line["step"] for line in rest]
-    assert steps == sorted(steps)
-
-
-def test_with_drain_each_turn_has_one_version(seen: Any, run: Path) -> None:
+def test_with_drain_each_turn_has_one_version(seen: Any) -> None:
     played, (_, counters, _) = seen[0]["drain"], seen[1]["drain"]
     turns = [turn for t in played.values() for turn in versions(t)]
     assert {tuple(turn) for turn in turns} == {(3,), (4,)}
     assert (counters.updates, counters.recomputed) == (1, 0)
-    hold, update = (line for line in recorded(run, "drain")[1:] if line["hold"] or line["version"])
-    assert (hold["hold"], update["version"]) == (True, 4) and hold["step"] <= update["step"]
 
 
 def test_failures_reach_the_trainer_in_one_line(seen: Any) -> None:
@@ -225,15 +193,3 @@ def test_failures_reach_the_trainer_in_one_line(seen: Any) -> None:
     assert ends["misuse"] == f"ConfigError: {told['misuse'].text}"
     assert ends["refuse"].startswith("refused: dtype=float32: the trainer has bfloat16")
     assert ends["alone"].startswith("lost: 127.0.0.1:")
-
-
-def test_a_run_that_differs_from_its_journal_ends(seen: Any) -> None:
-    told, ends = seen[0], {name: end for name, (end, _, _) in seen[1].items()}
-    assert told["short"].kind == told["differ"].kind == "error"
-    assert told["short"].text.startswith("the journal ends after engine step ")
-    assert (
-        "episodes are left, such as [70], for 1 s; this run differs from the recorded one"
-        in told["short"].text
-    )
-    assert told["differ"].text.startswith("the journal has episodes (70, 71, 72, 73, 74, 75) before engine")
-    assert ends["short"] == f"error: {told['short'].text}"

@@ -85,8 +85,6 @@ def test_a_run_that_serves_itself_needs_no_replica(run: Path, model: Path) -> No
 
 def test_names_that_are_no_file_names_are_refused(run: Path) -> None:
     assert refused(run, name="../other").startswith("--name=../other: give up to 64 letters, digits")
-    said = refused(run, replay_from=Path("runs/first"))
-    assert said.startswith("--replay-from=runs/first: give --name too")
 
 
 def test_a_trainer_that_does_not_start_is_waited_for_and_then_named(

@@ -1,19 +1,18 @@
 """What the first rank of a replica receives, and what it broadcasts between two engine steps.
 
-A NewsSource receives messages of the trainer and answers of environments, and decides before which engine
-step they are applied.
+A NewsSource receives messages of the trainer and answers of environments. They are applied before the next
+engine step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.episodes import Unfinished
-from megatron_stppo.replicas.wire.journal import Journal, Line
 from megatron_stppo.replicas.wire.messages import (
     Alive,
     Announce,
@@ -61,16 +60,6 @@ class News:
     answers: tuple[Answer, ...] = ()  # of environments
     waits: bool = False  # more is to be applied before the next engine step
 
-    def line(self, step: int) -> Line:
-        """Return the line of the journal for what is applied before engine step `step`."""
-        return Line(
-            step,
-            tuple(assignment.number for assignment in self.assigned),
-            tuple(answer.index for answer in self.answers),
-            self.receive.version if self.receive is not None else None,
-            self.hold,
-        )
-
 
 @dataclass(kw_only=True)
 class NewsSource:
@@ -82,9 +71,10 @@ class NewsSource:
     dialer: Dialer
     host: EnvironmentHost
     activity: Activity
-    journal: Journal
     timeout: float  # seconds without a sign of life after which the trainer is lost
     records: bool  # whether another engine can continue episodes in progress
+    drain: bool  # turns that run when an update is announced are completed before it
+    awaits_answers: bool  # of all environments before the next engine step (rollout.overlap_tools=false)
     asked_to_leave: Callable[[], str]  # returns the name of the signal that this process has got, or ""
     assigned: dict[int, Assignment] = field(default_factory=dict, init=False)  # by number, as they arrived
     answers: dict[int, Answer] = field(default_factory=dict, init=False)  # by number of the episode
@@ -95,21 +85,20 @@ class NewsSource:
     end: End | None = field(default=None, init=False)
     version: int = field(default=-1, init=False)  # of the weights; -1: the engine must not run
     _told: int = field(default=-1, init=False)  # the version of the newest Ready
+    _held: bool = field(default=False, init=False)  # turns, for the announced update
     _player: Player | None = field(default=None, init=False)
 
     def next(self, player: Player) -> News:
-        """Return what to apply before the next engine step, and record it. While the engine is idle, wait for
-        it, but return News() after a short time.
-
-        Raises CannotServe if a repeated run differs from the recorded one, and exceptions of `look`.
+        """Return what to apply before the next engine step. While the engine is idle, wait for it, but return
+        News() after a short time. Raises as `look` does.
         """
         self._player = player
         self.look(0.0)
-        news = self._next(player)
-        if self.end is not None:
-            return News(end=self.end)
-        self.journal.write(news.line(player.steps))
-        return news
+        if not (player.runs and self.version >= 0) and not self._has_news(player):
+            self.look(BEAT)
+        while self._awaits(player) and not self._is_asked(player):
+            self.look(BEAT)
+        return News(end=self.end) if self.end is not None else self._news(player)
 
     def look(self, timeout: float) -> None:
         """Wait up to `timeout` seconds until something arrives, and receive all that has arrived. Answer a
@@ -149,31 +138,25 @@ class NewsSource:
         self.dialer.send(Alive(self.activity.counters))
         self.dialer.send(message)
 
-    def _next(self, player: Player) -> News:
-        raise NotImplementedError
+    def _news(self, player: Player) -> News:
+        """Return what has arrived. It is no longer kept.
 
-    def _news(
-        self,
-        assigned: Iterable[int] = (),
-        answers: Iterable[int] = (),
-        hold: bool = False,
-        receive: Receive | None = None,
-        waits: bool = False,
-    ) -> News:
-        """Return what is applied now, with weights to give. It is no longer kept.
-
-        assigned, answers: numbers of episodes.
+        While environments must answer first, these are only transfers.
         """
+        hold, receive = self._prepare_update(player)
         give, self.to_give = self.to_give, None
         if receive is not None:
             self.announced = self.to_receive = None
+        if self._awaits(player):
+            return News(give=give, hold=hold, receive=receive, waits=True)
+        begun = [n for n, episode in self.assigned.items() if episode.version <= self.version]
+        answered = [number for number in player.asked if number in self.answers]
         return News(
             give=give,
             hold=hold,
             receive=receive,
-            assigned=tuple(self.assigned.pop(number) for number in assigned),
-            answers=tuple(self.answers.pop(number) for number in answers),
-            waits=waits,
+            assigned=tuple(map(self.assigned.pop, begun)),
+            answers=tuple(map(self.answers.pop, answered)),
         )
 
     def _receive(self, message: FromTrainer) -> None:
@@ -201,29 +184,6 @@ class NewsSource:
                 "lost", f"the trainer has been silent for {silence:.0f} s (serving.timeout={self.timeout:g})"
             )
         return None
-
-
-@dataclass(kw_only=True)
-class Live(NewsSource):
-    """Everything is applied as soon as it has arrived."""
-
-    drain: bool  # turns that run when an update is announced are completed before it
-    awaits_answers: bool  # of all environments before the next engine step (rollout.overlap_tools=false)
-    _held: bool = field(default=False, init=False)  # turns, for the announced update
-
-    def _next(self, player: Player) -> News:
-        if not (player.runs and self.version >= 0) and not self._has_news(player):
-            self.look(BEAT)
-        while self._awaits(player) and not self._is_asked(player):
-            self.look(BEAT)
-        if self.end is not None:
-            return News()
-        hold, receive = self._prepare_update(player)
-        if self._awaits(player):
-            return self._news(hold=hold, receive=receive, waits=True)
-        begun = [n for n, episode in self.assigned.items() if episode.version <= self.version]
-        answered = [number for number in player.asked if number in self.answers]
-        return self._news(begun, answered, hold, receive)
 
     def _awaits(self, player: Player) -> bool:
         """Whether the next engine step must wait for environments."""

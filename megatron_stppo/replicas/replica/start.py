@@ -25,10 +25,8 @@ from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.replicas.replica.activity import Activity
-from megatron_stppo.replicas.replica.news import Live, NewsSource
-from megatron_stppo.replicas.replica.replayed import Replayed
+from megatron_stppo.replicas.replica.news import NewsSource
 from megatron_stppo.replicas.replica.replica import Replica, raise_failure
-from megatron_stppo.replicas.wire import journal
 from megatron_stppo.replicas.wire.address import is_loopback
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.digest import model_digest
@@ -45,7 +43,6 @@ from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.low_rank import ServedAdapters, served_adapters
 
 ONE_VERSION: dict[str, OneVersion] = {"recompute": "", "drain": "turn", "complete": "episode"}
-PATIENCE = 10  # times serving.timeout: how long a repeated replica waits for what its journal names
 log = logging.getLogger(__name__)
 
 
@@ -60,7 +57,6 @@ class Started:
     connection: Connection
     notice: PreemptionNotice
     name: str  # "": host and process id
-    repeats: Iterator[journal.Line] | None = None  # the journal of the replica that is repeated
 
 
 def serve(config: Config, started: Started, build_engine: Callable[[], Engine]) -> None:
@@ -129,15 +125,8 @@ def first_rank(
 ) -> Iterator[NewsSource]:
     """Connect to the trainer, and start the thread of the environments."""
     activity, e = Activity(), config.environment
-    recording = journal.Journal(started.run, name)
-    limit, timeout = limit_of(config, read_shape(config.model.path)), config.serving.timeout
+    limit = limit_of(config, read_shape(config.model.path))
     dialer = Dialer(started.connection, limit, lambda: activity.counters)
-    source: Callable[..., NewsSource] = partial(
-        Live, drain=config.serving.update == "drain", awaits_answers=not config.rollout.overlap_tools
-    )
-    if started.repeats is not None:
-        source = partial(Replayed, lines=started.repeats, patience=PATIENCE * timeout)
-
     try:
         with EnvironmentHost(
             make_environment,
@@ -147,18 +136,18 @@ def first_rank(
             answered=dialer.wake,
         ) as host:
             dialer.send(_hello(config, name, engine))
-            yield source(
+            yield NewsSource(
                 dialer=dialer,
                 host=host,
                 activity=activity,
-                journal=recording,
-                timeout=timeout,
+                timeout=config.serving.timeout,
                 records=not config.replays_rollout,
+                drain=config.serving.update == "drain",
+                awaits_answers=not config.rollout.overlap_tools,
                 asked_to_leave=lambda: started.notice.reason,
             )
     finally:
         dialer.close()
-        recording.close()
 
 
 def _hello(config: Config, name: str, engine: Engine) -> Hello:

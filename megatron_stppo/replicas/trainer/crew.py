@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import msgspec
@@ -52,18 +52,17 @@ class Crew:
         trained: Trained,
         timeout: float,
         local: LocalReplicas | None = None,
-        journal: Mapping[int, str] | None = None,
         tell_lost: Callable[[str, str], None] = lambda group, why: None,
     ) -> None:
         """address: host and port of the store on which the groups for weights are built. trained: how the
         trainer holds the weights. timeout: seconds of silence after which a replica is lost.
 
-        local: the replicas that this machine starts. journal: {number of an episode: name of the replica that
-        must play it}, to repeat a run. tell_lost: called with the group of a lost replica and the reason, so
-        that no rank waits for it (wire/weights.py); in a thread of its own, for which no replica waits.
+        local: the replicas that this machine starts. tell_lost: called with the group of a lost replica and
+        the reason, so that no rank waits for it (wire/weights.py); in a thread of its own, for which no
+        replica waits.
         """
         self.listener, self.ledger, self.local = listener, ledger, local
-        self._expected, self._timeout, self._journal = expected, timeout, journal
+        self._expected, self._timeout = expected, timeout
         self._tell_lost, self._address, self._trained = tell_lost, address, trained
         self._added = 0
         self._alone_since = time.monotonic()
@@ -119,8 +118,6 @@ class Crew:
     def assign(self) -> None:
         """Give waiting episodes to the replicas that have joined and have free places."""
         serving = [member for member in self.by_name() if member.node.has_joined]
-        if self._journal is not None:
-            return self._assign_as_recorded(serving, self._journal)
         playing = [len(member.playing) for member in serving]
         capacity = [member.hello.capacity for member in serving]
         for member, share in zip(serving, shares(len(self._waiting), playing, capacity), strict=True):
@@ -284,14 +281,6 @@ class Crew:
         _warn(f"replica {member.hello.name} is lost: {why}; {again}; replicas: {self.joined}")
         threading.Thread(target=self._tell_lost, args=(member.group, why), name="loss", daemon=True).start()
         self.prepend(member.playing.values())
-
-    def _assign_as_recorded(self, serving: Iterable[Member], journal: Mapping[int, str]) -> None:
-        """Give the waiting episodes to the replicas that played them in the recorded run."""
-        for member in serving:
-            name = member.hello.name
-            own = [episode for episode in self._waiting if journal.get(episode.number) == name]
-            self._waiting = deque(e for e in self._waiting if journal.get(e.number) != name)
-            self._play(member, own)
 
     def _play(self, member: Member, episodes: list[messages.Assignment]) -> None:
         member.playing |= {episode.number: episode for episode in episodes}

@@ -18,7 +18,6 @@ be trained on earlier, never later, so the bound on the staleness holds.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -39,8 +38,8 @@ class Ledger:
     1; after finish(1, b) batch() is None; after finish(0, a) it is [a].
     """
 
-    def __init__(self, cursor: TaskCursor, terms: Terms, recorded: Sequence[Taken] = ()) -> None:
-        """cursor: at its start; it is moved. recorded: the groups of each batch, to repeat a run."""
+    def __init__(self, cursor: TaskCursor, terms: Terms) -> None:
+        """cursor: at its start; it is moved."""
         self._cursor, self._terms = cursor, terms
         self._open: dict[int, Group] = {}  # admitted and not trained, by number, ascending
         self._next = 0  # the number of the next group
@@ -54,7 +53,6 @@ class Ledger:
         self._behind = cursor.state()
         self._ahead: dict[int, Lengths] = {}
         self._trained = Lengths()  # of all episodes that were trained on
-        self._recorded = deque(recorded)
         self.taken = Taken([])  # of the last batch
         self.dropped: list[Summary] = []  # the episodes that were dropped for it; each group has a number
         self._before = dict[int, Group](), 0, self._behind, self._ahead, self._trained  # for put_back
@@ -108,8 +106,6 @@ class Ledger:
         self._completed = [number for number in self._completed if number not in chosen]
         self.taken = Taken(chosen, self._rounds)
         self.dropped = summaries(group for _, group in sorted(self._dropped.items()))
-        if self._recorded:
-            self._recorded.popleft()
         closed = self._dropped | dict(zip(chosen, taken, strict=True))
         self._before = closed, len(self._dropped), self._behind, dict(self._ahead), self._trained
         self._rounds, self._dropped = [], {}
@@ -263,8 +259,6 @@ class Ledger:
 
     def _chosen(self) -> list[int]:
         """Return the groups of the next batch, in the order of the batch."""
-        if self._recorded:
-            return list(self._recorded[0].groups)
         wanted = self._terms.tasks
         if self._terms.order == "admission":
             return list(self._open)[:wanted]
@@ -273,13 +267,8 @@ class Ledger:
 
     def _without_variance(self) -> list[int]:
         """Return the groups to drop now, in the order of the batch."""
-        done = len(self._rounds)
-        if self._recorded:
-            rounds = self._recorded[0].dropped[done : done + 1]
-            flat = [number for numbers in rounds for number in numbers]
-            return flat if set(flat) <= set(self._completed) else []
         chosen = self._chosen()
-        if done >= self._terms.resample or not set(chosen) <= set(self._completed):
+        if len(self._rounds) >= self._terms.resample or not set(chosen) <= set(self._completed):
             return []
         places = without_variance(summaries(self._open[number] for number in chosen))
         return [chosen[place] for place in sorted(places)]

@@ -76,15 +76,14 @@ class LocalReplicas:
         *,
         tensor: int = 1,
         trainer: int = 1,
-        arguments: Sequence[str] = (),
     ) -> None:
         """Start the replicas. run: RUN_DIR. budget: how many are started again, over the whole run.
 
-        tensor: ranks of a replica. trainer: ranks of the trainer on this machine. arguments: of `serve`,
-        besides the run's folder and the name. Raises ConfigError if this machine has too few GPUs.
+        tensor: ranks of a replica. trainer: ranks of the trainer on this machine. Raises ConfigError if this
+        machine has too few GPUs.
         """
         self._run, self._names, self._budget = run, names, budget
-        self._tensor, self._trainer, self._arguments = tensor, trainer, arguments
+        self._tensor, self._trainer = tensor, trainer
         self._threads = process.threads(trainer + len(names) * tensor)  # of each rank, on a CPU
         if torch.cuda.is_available():
             _check_gpus(trainer, len(names), tensor)
@@ -143,7 +142,7 @@ class LocalReplicas:
 
     def _start(self, name: str) -> LocalReplica:
         command = [sys.executable, "-m", "megatron_stppo", "serve", str(self._run), "--name", name]
-        command += ["--parent", str(os.getpid()), *self._arguments]
+        command += ["--parent", str(os.getpid())]
         environment = {key: value for key, value in os.environ.items() if not key.startswith(INHERITED)}
         environment |= {
             "WORLD_SIZE": str(self._tensor),

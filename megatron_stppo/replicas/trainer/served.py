@@ -28,7 +28,6 @@ from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.metrics import counting
 from megatron_stppo.parallel.collectives import any_rank, broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
-from megatron_stppo.replicas.trainer import recorded
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.measure import ServingMeter
 from megatron_stppo.replicas.trainer.sender import ASKS, Sender
@@ -128,8 +127,6 @@ class Served:
             if self._hub is not None:
                 self._hub.put_back()
             raise
-        if self._hub is not None:
-            recorded.write_batch(config.run.folder, iteration, self._hub.ledger.taken)
         return played
 
     def play(

@@ -26,7 +26,6 @@ from megatron_stppo.replicas.trainer.groups import Terms
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.ledger import Ledger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
-from megatron_stppo.replicas.trainer.recorded import Recorded
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.wire import address, keys
 from megatron_stppo.replicas.wire.digest import model_digest
@@ -38,17 +37,11 @@ from megatron_stppo.validation import model_layout
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 
-def assemble(
-    config: Config,
-    resume: bool = False,
-    *,
-    recorded: Recorded | None = None,
-    notice: Callable[[], str] = lambda: "",
-) -> Served:
+def assemble(config: Config, resume: bool = False, *, notice: Callable[[], str] = lambda: "") -> Served:
     """Start the replicas, build the models, and return the rollouts of this rank. Collective.
 
     resume: not used; a replica that cannot reach its tools reports it, and the run ends as a colocated one.
-    recorded: the run to repeat. notice: returns why the run must end soon, or "". Raises ConfigError.
+    notice: returns why the run must end soon, or "". Raises ConfigError.
     """
     shape = read_shape(config.model.path)
     model_layout.check_parallel(config, process.world_size())
@@ -56,7 +49,7 @@ def assemble(
     mesh = process.start(config, is_alone=address.is_loopback(_address(config)))
     dtype = process.dtype(config)
     trained = Trained(mesh.layout, layer_spec(config))
-    hub, store = start_hub(config, dtype, trained, recorded, notice)
+    hub, store = start_hub(config, dtype, trained, notice)
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, dtype)
     return Served(learner, store, hub, notice)
@@ -66,19 +59,18 @@ def start_hub(
     config: Config,
     dtype: torch.dtype,
     trained: Trained,
-    recorded: Recorded | None = None,
     notice: Callable[[], str] = lambda: "",
 ) -> tuple[Hub | None, dist.Store]:
     """Listen for replicas on the first rank, and start those of this machine, which load while the models are
     built. Collective. Raises the first rank's ConfigError on all ranks.
 
-    trained: how the ranks hold the weights. recorded, notice: see assemble. Return the hub (None on other
-    ranks), and the store of the groups for weights.
+    trained: how the ranks hold the weights. notice: see assemble. Return the hub (None on other ranks), and
+    the store of the groups for weights.
     """
     hub, misuse, store, at = None, None, None, ("", 0)
     if dist.get_rank() == 0:
         try:
-            crew, store, at = _first(config, dtype, trained, recorded)
+            crew, store, at = _first(config, dtype, trained)
             hub = Hub(crew, notice)
         except ConfigError as error:
             misuse = str(error)
@@ -87,9 +79,7 @@ def start_hub(
     return hub, store or connect_store(at[0], at[1], timedelta(seconds=config.serving.timeout))
 
 
-def _first(
-    config: Config, dtype: torch.dtype, trained: Trained, recorded: Recorded | None
-) -> tuple[Crew, dist.Store, tuple[str, int]]:
+def _first(config: Config, dtype: torch.dtype, trained: Trained) -> tuple[Crew, dist.Store, tuple[str, int]]:
     """Return what only the first rank has: the crew, the store, and its host and port."""
     run, serving, r = config.run, config.serving, config.rollout
     assert config.data.train is not None and serving.replicas, "validation/checks.py requires them"
@@ -116,7 +106,7 @@ def _first(
     )
     cursor = TaskCursor(playable(config, "train", shown=True).tasks, run.seed)
     listener = _listen(config)
-    local = _local(config, recorded) if serving.start or recorded else None
+    local = _local(config) if serving.start else None
     if local is None:
         here = ", on this machine only (serving.address)" if address.is_loopback(_address(config)) else ""
         say(
@@ -132,13 +122,12 @@ def _first(
 
     crew = Crew(
         listener,
-        Ledger(cursor, terms, recorded.batches if recorded else ()),
+        Ledger(cursor, terms),
         expected,
         (host, port),
         trained,
         serving.timeout,
         local,
-        recorded.played if recorded else None,
         tell,
     )
     return crew, store, (host, port)
@@ -160,16 +149,15 @@ def _listen(config: Config) -> Listener:
     return listener
 
 
-def _local(config: Config, recorded: Recorded | None) -> LocalReplicas:
-    names = recorded.names if recorded else [f"replica-{i}" for i in range(config.serving.replicas or 0)]
+def _local(config: Config) -> LocalReplicas:
+    names = [f"replica-{i}" for i in range(config.serving.replicas or 0)]
     say(f"starting replicas: {len(names)}; their output is in {config.run.folder}/logs")
     return LocalReplicas(
         config.run.folder,
         names,
-        0 if recorded else config.rollout.engine_restarts,
+        config.rollout.engine_restarts,
         tensor=config.engine_tensor,
         trainer=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        arguments=("--replay-from", str(recorded.run)) if recorded else (),
     )
 
 

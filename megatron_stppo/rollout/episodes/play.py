@@ -59,7 +59,6 @@ class Player:
         self._held: list[int] | None = None  # while turns are held: the episodes whose next turn is due
         self._recalls: dict[int, Recall] = {}  # of episodes that continue a record, by index
         self._recalled: list[Finished] = []  # turns that `step` returns without an engine step
-        self.steps = 0  # engine steps
         self.tokens = 0  # generated, in complete turns
 
     @property
@@ -106,7 +105,6 @@ class Player:
         ended = self.hand_over(recalled)
         self.tokens -= sum(len(turn.token_ids) for turn in recalled)
         if self._engine.unfinished:
-            self.steps += 1
             ended += self.hand_over(self._engine.step())
         return ended
 

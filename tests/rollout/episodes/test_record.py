@@ -78,7 +78,9 @@ def play(
             ]
         )
         ended: list[InProgress] = []
-        while player.playing and player.steps < steps:
+        for _ in range(steps):
+            if not player.playing:
+                break
             answers = host.take(len(player.asked))
             ended += player.apply(answers)
             ended += player.step()
