@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_stppo.algorithm.penalties import k1, k3
 from megatron_stppo.base.types import Batch, Summary, Versions
-from megatron_stppo.data.variance import without_variance
+from megatron_stppo.data.ledger import without_variance
 
 
 def outcomes(trajectories: Sequence[Summary]) -> Counter[str]:

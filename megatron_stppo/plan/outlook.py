@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.ledger import Terms
 from megatron_stppo.observe import trajectory_log
 from megatron_stppo.observe.trajectory_files import recorded
 from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
@@ -17,7 +18,6 @@ from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.limits import broken, serving_limit
 from megatron_stppo.plan.sharing import RecordedBatch
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
-from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Workload
 from megatron_stppo.plan.times import engine_speed, passing_seconds, trainer_speed, transfer_seconds
 from megatron_stppo.plan.usage import EngineUse, TrainingUse
@@ -110,8 +110,8 @@ class Planner:
         rollout, serving, tensor = config.rollout, config.serving, config.engine_tensor
         run = AsynchronousRun(
             self.work,
-            BatchRule(
-                rollout.tasks_per_iteration, serving.max_staleness, serving.order, rollout.samples_per_task
+            Terms(
+                rollout.tasks_per_iteration, rollout.samples_per_task, serving.max_staleness, serving.order
             ),
             engine_speed(config, self.shape, self._replica, self.tokens, gpu, given),
             trainer_speed(use, self.tokens, gpu, given),
@@ -133,7 +133,7 @@ class Planner:
             return None
         run = AsynchronousRun(
             self.work,
-            BatchRule(self.batch, staleness=0),
+            Terms(self.batch),
             engine_speed(self.config, self.shape, made.engine, self.tokens, self.gpu, given),
             trainer_speed(use, self.tokens, self.gpu, given),
             gpus // self.config.engine_tensor,

@@ -15,6 +15,7 @@ from megatron_stppo.base.types import Task
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
+from megatron_stppo.data.ledger import Terms
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.model import build
@@ -93,7 +94,8 @@ class Worker:
         def play(tasks: Sequence[Task], first_group: int) -> Played:
             return self._played(tasks, rollout.samples_per_task, settings, seed, first_group=first_group)
 
-        played = resampled(self.cursor.take, play, rollout.tasks_per_iteration, rollout.resample)
+        terms = Terms(rollout.tasks_per_iteration, rollout.samples_per_task, resample=rollout.resample)
+        played = resampled(self.cursor.take, play, terms)
         self.failures.check(played.with_dropped)
         self._position = self.cursor.state()
         return played

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_stppo.base.types import Outcome, Summary, TurnSummary
-from megatron_stppo.data.variance import without_variance
+from megatron_stppo.data.ledger import without_variance
 
 
 def episode(group: int, reward: float, outcome: Outcome = "ok", branch: int = 0) -> Summary:

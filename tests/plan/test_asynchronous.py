@@ -9,13 +9,13 @@ from itertools import chain
 
 import pytest
 
+from megatron_stppo.data.ledger import Order, Terms
 from megatron_stppo.plan.simulation.asynchronous import (
     AsynchronousRun,
     AsynchronousSimulation,
     Window,
     simulate,
 )
-from megatron_stppo.plan.simulation.buffer import BatchRule, Order
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.replica import UpdateKind
 from megatron_stppo.plan.simulation.workload import (
@@ -61,7 +61,7 @@ def run(
 ) -> AsynchronousRun:
     """One replica with places for one batch."""
     return AsynchronousRun(
-        work, BatchRule(batch, staleness, order), STEP, TrainerSpeed(train), concurrency=batch
+        work, Terms(batch, 1, staleness, order), STEP, TrainerSpeed(train), concurrency=batch
     )
 
 
@@ -105,16 +105,16 @@ def test_nothing_is_lost_or_trained_twice_and_no_trajectory_exceeds_the_bound(
     seed: int, update: UpdateKind, order: Order, staleness: int
 ) -> None:
     """In the order of completion the number of open episodes is bounded, but not the staleness of each."""
-    rule = BatchRule(8, staleness, order, samples=3)
+    terms = Terms(8, 3, staleness, order)
     trainer = TrainerSpeed(0.1, 1e-5 if seed else 5e-4)  # seed 0: training takes longer than the rollout
     work = replace(VARIED, seed=seed)
-    made = AsynchronousRun(work, rule, STEP, trainer, 2, 16, update, first=0.05, transfer=0.05, publish=0.01)
+    made = AsynchronousRun(work, terms, STEP, trainer, 2, 16, update, first=0.05, transfer=0.05, publish=0.01)
     simulation = AsynchronousSimulation(made, Window(2, 10))
     found = simulation.run()
     trained = [one.number for one in chain.from_iterable(simulation.batches)]
-    left = [one.number for one in chain.from_iterable(simulation.buffer.open.values())]
+    left = [number for group in simulation.ledger.open for number in range(3 * group, 3 * group + 3)]
     assert len(trained) == 12 * 24
-    assert sorted(trained + left) == list(range(simulation.buffer.admitted))
+    assert sorted(trained + left) == list(range(3 * simulation.ledger.next))
     assert len(left) <= (staleness + 1) * 24
     assert order == "completion" or (max(found.staleness) <= staleness and trained == list(range(12 * 24)))
 
@@ -228,7 +228,7 @@ def test_without_overlap_the_engine_waits_for_all_calls() -> None:
 
 
 def test_a_forecast_does_not_depend_on_anything_but_its_arguments() -> None:
-    made = AsynchronousRun(VARIED, BatchRule(16, 2), STEP, TrainerSpeed(0.1), 2)
+    made = AsynchronousRun(VARIED, Terms(16, 1, 2), STEP, TrainerSpeed(0.1), 2)
     assert simulate(made) == simulate(made)
     assert simulate(made) != simulate(replace(made, work=replace(VARIED, seed=1)))
 

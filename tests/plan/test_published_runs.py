@@ -16,8 +16,8 @@ from functools import cached_property
 
 import pytest
 
+from megatron_stppo.data.ledger import Terms
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Window, simulate
-from megatron_stppo.plan.simulation.buffer import BatchRule
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.workload import (
     DrawnLengths,
@@ -76,15 +76,15 @@ class Model:
     def rollout(self, gpu: Gpu, gpus: int, tensor: int, overhead: float) -> float:
         """Return the seconds of a synchronous rollout."""
         engine = self.engine(gpu, tensor, overhead)
-        rule, trainer = BatchRule(self.batch, staleness=0), TrainerSpeed(0.0)
-        run = AsynchronousRun(self.work, rule, engine, trainer, gpus // tensor, concurrency=self.batch)
+        terms, trainer = Terms(self.batch), TrainerSpeed(0.0)
+        run = AsynchronousRun(self.work, terms, engine, trainer, gpus // tensor, concurrency=self.batch)
         return simulate(run, Window(0, 2)).waiting
 
     def step(self, gpu: Gpu, training: float, replicas: int, tensor: int, overhead: float) -> float:
         """Return the seconds of an asynchronous step. training: seconds on the GPUs of the trainer."""
         run = AsynchronousRun(
             self.work,
-            BatchRule(self.batch, 1),
+            Terms(self.batch, max_staleness=1),
             self.engine(gpu, tensor, overhead),
             TrainerSpeed(training),
             replicas,

@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from megatron_stppo.base.types import Task, Trajectory, Turn
+from megatron_stppo.data.ledger import Order, Terms
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
-from megatron_stppo.replicas.trainer.groups import Order, Terms
+from megatron_stppo.replicas.trainer.groups import Sampling
 from megatron_stppo.replicas.trainer.hub import Hub
-from megatron_stppo.replicas.trainer.ledger import Ledger
+from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.episodes import Done
@@ -74,7 +75,7 @@ def hello(name: str, **changed: object) -> Hello:
 class Trainer:
     hub: Hub
     crew: Crew
-    ledger: Ledger
+    ledger: EpisodeLedger
     listener: Listener
     told: list[tuple[str, str]]  # groups for weights that are lost, and why
 
@@ -128,7 +129,7 @@ def trainer(
     version: int = 0,
 ) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
     """A hub with batches of two episodes, and a function that connects a replica."""
-    ledger = Ledger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order, resample=resample))
+    ledger = EpisodeLedger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order, resample=resample), Sampling())
     listener = Listener("127.0.0.1", SIZE)
     told: list[tuple[str, str]] = []
 

@@ -11,8 +11,8 @@ from msgspec.structs import replace as replace_struct
 from megatron_stppo.base.errors import EngineLost, ToolsStayAway
 from megatron_stppo.base.types import Turn
 from megatron_stppo.config import ConfigError
+from megatron_stppo.data.ledger import Taken
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.groups import Taken
 from megatron_stppo.replicas.wire.messages import (
     Assignment,
     Moved,

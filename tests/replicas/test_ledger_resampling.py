@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.base.types import Task, Trajectory, Turn
+from megatron_stppo.data.ledger import Order, Taken, Terms
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.groups import Order, Taken, Terms
-from megatron_stppo.replicas.trainer.ledger import Ledger
+from megatron_stppo.replicas.trainer.groups import Sampling
+from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.wire.episodes import decode_episodes, encode_episodes
 from megatron_stppo.replicas.wire.messages import Assignment
 
@@ -30,9 +31,10 @@ class Run:
     admitted: dict[int, tuple[int, Assignment]] = field(default_factory=dict)  # number: (iteration, episode)
 
     iteration: int = 0  # that collects its batch; the version that all episodes are played with
+    seed: int = 0
 
     def __post_init__(self) -> None:
-        self.book = Ledger(TaskCursor(TASKS, seed=0), self.terms)
+        self.book = EpisodeLedger(TaskCursor(TASKS, seed=0), self.terms, Sampling(self.seed))
 
     def note(self, iteration: int, new: list[Assignment]) -> bool:
         assert not self.admitted.keys() & {a.number for a in new}, "an episode is admitted once"
@@ -82,7 +84,7 @@ def flat_tasks(*places: int) -> frozenset[int]:
 
 
 def test_at_bound_0_the_rounds_tasks_and_random_numbers_are_those_of_a_colocated_run() -> None:
-    run = Run(Terms(4, SAMPLES, 0, seed=5, resample=2), flat_tasks(0, 3, 4))
+    run = Run(Terms(4, SAMPLES, 0, resample=2), flat_tasks(0, 3, 4), seed=5)
     batches = list(run.batches(0, 2))
     assert [groups(batch) for batch in batches] == [[1, 2, 5, 6], [7, 8, 9, 10]]
     assert [t.group for t in batches[0]] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -220,7 +222,9 @@ def test_groups_that_take_a_place_again_after_the_bound_was_lowered_get_random_n
 
 
 def test_dropped_groups_are_numbered_in_the_order_of_their_admission() -> None:
-    book = Ledger(TaskCursor(TASKS, seed=0), Terms(2, SAMPLES, 1, "completion", resample=1))
+    book = EpisodeLedger(
+        TaskCursor(TASKS, seed=0), Terms(2, SAMPLES, 1, "completion", resample=1), Sampling()
+    )
     book.admit(0)
     for number, reward in ((2, 1.0), (3, 1.0), (0, 0.5), (1, 0.5)):  # group 1, then group 0
         turn = Turn((7,), (-0.5,), (), reward, ((0, 1),))

@@ -28,6 +28,7 @@ def played(task: Task, group: int, sample: int, flat: Sequence[int]) -> Trajecto
 def draw(flat: Sequence[int], rounds: int) -> dict[str, Any]:
     """Return this rank's part of a batch of 4 groups, and which groups were played in each round."""
     from megatron_stppo.data.exchange import Played
+    from megatron_stppo.data.ledger import Terms
     from megatron_stppo.training.resampling import resampled
 
     cursor, asked = TaskCursor(TASKS, seed=0), []
@@ -39,7 +40,7 @@ def draw(flat: Sequence[int], rounds: int) -> dict[str, Any]:
         cuts = [len(every) * r // dist.get_world_size() for r in range(dist.get_world_size() + 1)]
         return Played.of(every[cuts[dist.get_rank()] : cuts[dist.get_rank() + 1]])
 
-    batch = resampled(cursor.take, play, 4, rounds)
+    batch = resampled(cursor.take, play, Terms(4, SAMPLES, resample=rounds))
     return {"batch": batch, "asked": asked, "next": cursor.take(1)[0].index}
 
 

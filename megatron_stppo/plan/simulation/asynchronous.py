@@ -11,11 +11,11 @@ time to move models and engines in and out of GPU memory as `publish`.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
-from megatron_stppo.plan.simulation.buffer import BatchRule, EpisodeBuffer
+from megatron_stppo.data.ledger import Ledger, Terms
 from megatron_stppo.plan.simulation.engine import Clock, EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.simulation.replica import EpisodeInPlay, Publication, ReplicaModel, UpdateKind
 from megatron_stppo.plan.simulation.workload import Workload
@@ -26,7 +26,7 @@ class AsynchronousRun:
     """What is simulated. Seconds are those of the machine that is planned for."""
 
     work: Workload
-    rule: BatchRule
+    terms: Terms
     engine: EngineSpeed  # of each replica
     trainer: TrainerSpeed
     replicas: int = 1
@@ -75,7 +75,7 @@ def simulate(run: AsynchronousRun, window: Window | None = None) -> Forecast:
 
     The first iterations are left out by default: they begin with empty replicas.
     """
-    window = window or Window(4 + 2 * run.rule.staleness)
+    window = window or Window(4 + 2 * run.terms.max_staleness)
     return AsynchronousSimulation(run, window).run()
 
 
@@ -98,12 +98,17 @@ class _Totals:
 
 
 class AsynchronousSimulation:
-    """A run in simulated time. `batches` are those that were trained on, from iteration 0."""
+    """A run in simulated time.
+
+    ledger: that of every run (data/ledger.py). batches: those that were trained on, from iteration 0.
+    """
 
     def __init__(self, run: AsynchronousRun, window: Window) -> None:
         self._run, self._window = run, window
         self._clock = Clock()
-        self.buffer = EpisodeBuffer(run.rule)
+        self.ledger = Ledger(run.terms)
+        self._admitted: deque[EpisodeInPlay] = deque()  # and not begun
+        self._ended_of: dict[int, list[EpisodeInPlay]] = {}  # by open group
         given = (run.engine, run.work.tools.at_once, self._ended, run.update, run.overlap)
         self._replicas = [ReplicaModel(self._clock, *given) for _ in range(run.replicas)]
         self._publication = Publication(self._clock, self._replicas, run.first, run.transfer, self._publish)
@@ -127,31 +132,37 @@ class AsynchronousSimulation:
         if self._version == self._window.skipped + self._window.count:
             return
         self._asked_at = self._clock.now
-        self._admit()
+        samples = self._run.terms.samples
+        for group, *_ in self.ledger.admit(self._version):
+            self._ended_of[group] = []
+            numbers = range(group * samples, (group + 1) * samples)
+            self._admitted.extend(EpisodeInPlay(number, self._run.work.episode(number)) for number in numbers)
+        self._begin()
         self._take()
 
-    def _admit(self) -> None:
-        """Give episodes to replicas until their places, or the episodes that may be admitted, are used up."""
-        while self.buffer.may_admit(self._version):
+    def _begin(self) -> None:
+        """Give admitted episodes to the replicas that have places for them."""
+        while self._admitted:
             replica = min(self._replicas, key=lambda one: one.in_flight)
             if replica.in_flight >= self._run.concurrency:
                 break
-            number = self.buffer.admitted
-            episode = EpisodeInPlay(number, self._run.work.episode(number))
-            self.buffer.admit(episode)
-            replica.admit(episode, self._version)
+            replica.admit(self._admitted.popleft(), self._version)
 
     def _ended(self, episode: EpisodeInPlay) -> None:
-        self.buffer.add(episode)
-        self._admit()
+        group = episode.number // self._run.terms.samples
+        self._ended_of[group].append(episode)
+        if len(self._ended_of[group]) == self._run.terms.samples:
+            self.ledger.complete(group)
+        self._begin()
         self._take()
         self._publish()
 
     def _take(self) -> None:
         """Train if the trainer waits and its batch is complete."""
-        batch = self.buffer.take() if self._asked_at is not None else []
-        if self._asked_at is None or not batch:
+        if self._asked_at is None or (taken := self.ledger.take()) is None:
             return
+        ended = (self._ended_of.pop(group) for group in taken.groups)
+        batch = [one for of_group in ended for one in sorted(of_group, key=lambda one: one.number)]
         self._waiting += self._clock.now - self._asked_at
         self._asked_at = None
         self.batches.append(tuple(batch))

@@ -22,7 +22,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.observe.console import say
 from megatron_stppo.parallel.weight_tree import Hop, Node, WeightTree
 from megatron_stppo.replicas.trainer.expected import Expected
-from megatron_stppo.replicas.trainer.ledger import Ledger
+from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.trainer.member import Member, send_episodes, shares
 from megatron_stppo.replicas.trainer.records import EpisodeRecords, versions_of
@@ -46,7 +46,7 @@ class Crew:
     def __init__(
         self,
         listener: Listener,
-        ledger: Ledger,
+        ledger: EpisodeLedger,
         expected: Expected,
         address: tuple[str, int],
         trained: Trained,

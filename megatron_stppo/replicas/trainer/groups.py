@@ -1,44 +1,22 @@
-"""What the ledger counts: groups of the episodes of one task, their lengths, and the terms of admission."""
+"""Groups of the episodes of one task: what the trainer keeps of them, and how they are sampled."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from megatron_stppo.base.types import Summary, Task, Trajectory
+from megatron_stppo.data.ledger import Admitted
 from megatron_stppo.replicas.wire.messages import Assignment
-
-Order = Literal["admission", "completion"]
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What decides which episodes are admitted, and which are in a batch.
+class Sampling:
+    """How the episodes of a run are sampled: its seed, and the engine's settings."""
 
-    Example: Terms(tasks=8, samples=4, max_staleness=1) has batches of 8 groups of 4 episodes; iteration 0
-    admits 16 groups.
-    """
-
-    tasks: int
-    samples: int
-    max_staleness: int
-    order: Order = "admission"
     seed: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
-    resample: int = 0  # rounds per batch in which groups without variance are replaced
-
-
-@dataclass(frozen=True)
-class Taken:
-    """The groups of a batch, and those that were dropped for it, round by round.
-
-    Example: Taken([0, 2], [[1]]): group 1 had no variance, and group 2 took its place.
-    """
-
-    groups: list[int]
-    dropped: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -77,30 +55,28 @@ class Lengths:
 class Group:
     """The episodes of one task.
 
-    Example: Group(task, (3, 1)) gets the random numbers of the second group of iteration 3.
+    Example: Group(task, Admitted(25, 3, 1)) gets the random numbers of the second group of iteration 3.
     """
 
     task: Task
-    # Iteration and place that decide the random numbers: of the batch that the group would be in if none was
-    # dropped; for one in the place of a dropped group, of that batch, with a place after its other groups.
-    drawn: tuple[int, int]
+    drawn: Admitted  # its number, and what decides its random numbers
     finished: dict[int, Trajectory] = field(default_factory=dict)  # by episode number
 
 
-def episodes_of(group: Group, number: int, terms: Terms) -> list[Assignment]:
-    """Return the episodes of the group `number`. Their seeds are those of a colocated run."""
-    iteration, place = group.drawn
+def episodes_of(group: Group, samples: int, sampling: Sampling) -> list[Assignment]:
+    """Return the episodes of a group. Their seeds are those of a colocated run."""
+    number, iteration, place = group.drawn
     return [
         Assignment(
-            number * terms.samples + sample,
+            number * samples + sample,
             group.task,
             place,
-            terms.seed * 1_000_003 + iteration,
-            place * terms.samples + sample,
-            terms.temperature,
-            terms.top_p,
+            sampling.seed * 1_000_003 + iteration,
+            place * samples + sample,
+            sampling.temperature,
+            sampling.top_p,
         )
-        for sample in range(terms.samples)
+        for sample in range(samples)
     ]
 
 

@@ -1,19 +1,7 @@
-"""The ledger of a run's episodes: admitted, finished, trained or dropped.
+"""The episodes of an asynchronous run's ledger (data/ledger.py): assigned, finished, in a checkpoint.
 
-Tasks are drawn in the cursor's order, each for a group of `samples` episodes. Groups are numbered in the
-order in which they are admitted; a batch is `tasks` groups. Nothing that was admitted is thrown away: every
-group is trained on exactly once, after any number of interruptions, or is dropped by dynamic sampling.
-
-Admission (the rule of AReaL, arXiv 2505.24298): while iteration v collects its batch, groups below
-(max_staleness + v + 1) * tasks may have been admitted. In the order of admission the batch of iteration v
-was admitted at version v - max_staleness or later, so none of its tokens is older. In the order of completion
-the same number of groups is open, but a slow one may become older: a batch has room for exactly the groups of
-one iteration, so a group that is taken early leaves a slow one for a later batch.
-
-Dynamic sampling (resampling.py): when all groups of the next batch have completed, those without variance are
-dropped. The groups that follow take their places, and as many new ones are admitted, so that the number of
-open groups stays. This happens at most `resample` times per batch. A dropped group makes the following ones
-be trained on earlier, never later, so the bound on the staleness holds.
+Tasks are drawn in the cursor's order, each for a group. Nothing that was admitted is thrown away: every group
+is trained on exactly once, after any number of interruptions, or is dropped by dynamic sampling.
 """
 
 from __future__ import annotations
@@ -23,46 +11,37 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_stppo.base.types import FAILED, Summary, Trajectory
+from megatron_stppo.data.ledger import Admitted, Ledger, Taken, Terms, without_variance
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.data.variance import without_variance
-from megatron_stppo.replicas.trainer.groups import Group, Lengths, Taken, Terms, episodes_of, summaries
+from megatron_stppo.replicas.trainer.groups import Group, Lengths, Sampling, episodes_of, summaries
 from megatron_stppo.replicas.wire.episodes import Done
 from megatron_stppo.replicas.wire.messages import Assignment
 from megatron_stppo.validation.serving import check_open
 
 
-class Ledger:
+class EpisodeLedger:
     """Admits episodes, stores the finished ones, and takes batches from them. Not collective: on rank 0.
 
     Example, with batches of one group of one episode and max_staleness=1: admit(0) returns the episodes 0 and
     1; after finish(1, b) batch() is None; after finish(0, a) it is [a].
     """
 
-    def __init__(self, cursor: TaskCursor, terms: Terms) -> None:
+    def __init__(self, cursor: TaskCursor, terms: Terms, sampling: Sampling) -> None:
         """cursor: at its start; it is moved."""
-        self._cursor, self._terms = cursor, terms
-        self._open: dict[int, Group] = {}  # admitted and not trained, by number, ascending
-        self._next = 0  # the number of the next group
-        self._completed: list[int] = []  # open groups whose episodes have all finished, in that order
-        self._iteration = 0  # that collects its batch
-        self._rounds: list[list[int]] = []  # of that batch: the groups that were dropped
-        self._dropped: dict[int, Group] = {}  # the same groups
-        self._drops = 0  # groups that were ever dropped
-        self._extra = 0  # groups that were admitted in the place of dropped ones
+        self._cursor, self._terms, self._sampling = cursor, terms, sampling
+        self._book = Ledger(terms)
+        self._groups: dict[int, Group] = {}  # those that are open, or were dropped for the next batch
         # The cursor before the oldest open group, and the trained groups that follow that group.
         self._behind = cursor.state()
         self._ahead: dict[int, Lengths] = {}
         self._trained = Lengths()  # of all episodes that were trained on
         self.taken = Taken([])  # of the last batch
         self.dropped: list[Summary] = []  # the episodes that were dropped for it; each group has a number
-        self._before = dict[int, Group](), 0, self._behind, self._ahead, self._trained  # for put_back
+        self._before = dict[int, Group](), self._behind, self._ahead, self._trained  # for put_back
 
     def admit(self, iteration: int) -> list[Assignment]:
         """Admit the groups that iteration `iteration` allows, and return their episodes."""
-        self._iteration = iteration
-        first = self._next - self._extra  # groups that were admitted in the order of the batches
-        count = max(0, self._limit(iteration) - self._next)
-        return self._admit([divmod(first + i, self._terms.tasks) for i in range(count)])
+        return self._assigned(self._book.admit(iteration))
 
     def resample(self) -> list[Assignment]:
         """Drop the groups without variance of the next batch, if all its groups have completed.
@@ -70,69 +49,57 @@ class Ledger:
         Return the episodes of the groups that are admitted in their place; [] if none is dropped. Call it
         again until then, before `batch`.
         """
-        flat = self._without_variance()
-        if not flat:
-            return []
-        place = self._terms.tasks + len(self._dropped)
-        self._dropped |= {number: self._open.pop(number) for number in flat}
-        self._completed = [number for number in self._completed if number not in flat]
-        self._rounds.append(flat)
-        self._drops += len(flat)
-        self._extra += len(flat)
-        return self._admit([(self._iteration, place + i) for i in range(len(flat))])
+        numbers = self._book.droppable()
+        flat = without_variance(summaries(self._groups[number] for number in numbers))
+        return self._assigned(self._book.replace([numbers[place] for place in sorted(flat)]))
 
     def unfinished(self) -> list[Assignment]:
         """Return the admitted episodes that have not finished; they are played again after a resume."""
-        every = (e for number, group in self._open.items() for e in episodes_of(group, number, self._terms))
-        return [e for e in every if e.number not in self._open[e.number // self._terms.samples].finished]
+        groups = [self._groups[number] for number in self._book.open]
+        return [e for group in groups for e in self._episodes(group) if e.number not in group.finished]
 
     def finish(self, number: int, trajectory: Trajectory) -> bool:
         """Store a finished episode. Return False if it is not open or has finished before."""
-        group = self._open.get(number // self._terms.samples)
-        if group is None or number in group.finished:
+        of = number // self._terms.samples
+        if of not in self._book.open or number in (group := self._groups[of]).finished:
             return False
         # The task is the trainer's own copy: a replica might return another one.
         group.finished[number] = replace(trajectory, task=group.task)
         if len(group.finished) == self._terms.samples:
-            self._completed.append(number // self._terms.samples)
+            self._book.complete(of)
         return True
 
     def batch(self) -> list[Trajectory] | None:
         """Take the trajectories of the next batch, group by group; None if they have not all finished."""
-        chosen = self._chosen()
-        if not set(chosen) <= set(self._completed):
+        if (taken := self._book.take()) is None:
             return None
-        taken = [self._open.pop(number) for number in chosen]
-        self._completed = [number for number in self._completed if number not in chosen]
-        self.taken = Taken(chosen, self._rounds)
-        self.dropped = summaries(group for _, group in sorted(self._dropped.items()))
-        closed = self._dropped | dict(zip(chosen, taken, strict=True))
-        self._before = closed, len(self._dropped), self._behind, dict(self._ahead), self._trained
-        self._rounds, self._dropped = [], {}
+        dropped = sorted(number for of_round in taken.dropped for number in of_round)
+        closed = {number: self._groups.pop(number) for number in [*dropped, *taken.groups]}
+        self.taken, self.dropped = taken, summaries(closed[number] for number in dropped)
+        self._before = closed, self._behind, dict(self._ahead), self._trained
         self._close({number: Lengths.of(group.finished.values()) for number, group in closed.items()})
         return [
             replace(trajectory, group=place)
-            for place, group in enumerate(taken)
-            for _, trajectory in sorted(group.finished.items())
+            for place, number in enumerate(taken.groups)
+            for _, trajectory in sorted(closed[number].finished.items())
         ]
 
     def put_back(self) -> None:
         """Open the groups of the last batch again, and those that were dropped for it: too many episodes have
         failed. For a checkpoint; then the run ends."""
-        groups, dropped, self._behind, self._ahead, self._trained = self._before
-        self._open = dict(sorted((groups | self._open).items()))
-        self._completed = [*groups, *self._completed]
-        self._drops -= dropped
+        closed, self._behind, self._ahead, self._trained = self._before
+        self._book.put_back(self.taken)
+        self._groups = dict(sorted((closed | self._groups).items()))
 
     @property
     def settled(self) -> bool:
         """Whether all admitted episodes have finished."""
-        return len(self._completed) == len(self._open)
+        return len(self._book.completed) == len(self._book.open)
 
     @property
     def ready(self) -> int:
         """The number of episodes that have finished and are not trained."""
-        return sum(len(group.finished) for group in self._open.values())
+        return sum(len(self._groups[number].finished) for number in self._book.open)
 
     def bias(self) -> dict[str, float]:
         """Return the metrics of what order=completion prefers, by name; {} in the order of admission.
@@ -145,39 +112,44 @@ class Ledger:
         """
         if self._terms.order == "admission":
             return {}
-        count = next(iter(self._open), self._next) + len(self._ahead)  # groups that are closed
+        numbers = list(self._book.open)
+        count = (numbers[0] if numbers else self._book.next) + len(self._ahead)  # groups that are closed
         early = sum((one for number, one in self._ahead.items() if number >= count), Lengths())
-        slow = [group for number, group in self._open.items() if number < count]
+        slow = [self._groups[number] for number in numbers if number < count]
         instead = sum((Lengths.of(group.finished.values()) for group in slow), Lengths())
         return {
-            "overtaken": sum(number < max(self.taken.groups, default=0) for number in self._open),
+            "overtaken": sum(number < max(self.taken.groups, default=0) for number in numbers),
             "length_bias": self._trained.mean - (self._trained - early + instead).mean,
         }
 
     def state(self) -> dict[str, Any]:
         """Return a checkpoint's state, JSON-serialisable. `cursor` is where a colocated run continues."""
-        tasks, groups = self._terms.tasks, self._open | self._dropped
+        tasks, book = self._terms.tasks, self._book
         return {
             "cursor": dict(self._behind),
             "ledger": {
                 "tasks": tasks,
                 "samples": self._terms.samples,
-                "first": min(groups, default=self._next),
-                "next": self._next,
+                "first": min(self._groups, default=book.next),
+                "next": book.next,
                 "trained": {str(number): asdict(lengths) for number, lengths in self._ahead.items()},
                 "lengths": asdict(self._trained),
-                "drops": self._drops,
-                "extra": self._extra,
-                "rounds": self._rounds,
+                "drops": book.drops,
+                "extra": book.extra,
+                "rounds": book.rounds,
                 # where it is not that of the number
-                "drawn": {str(n): g.drawn for n, g in groups.items() if g.drawn != divmod(n, tasks)},
+                "drawn": {
+                    str(number): group.drawn[1:]
+                    for number, group in self._groups.items()
+                    if group.drawn != (number, *divmod(number, tasks))
+                },
             },
         }
 
     def kept(self) -> list[Done]:
         """Return the episodes of open groups that have finished, and those that were dropped for the next
         batch, which a checkpoint holds too. Groups that have completed are in the order of completion."""
-        groups = {number: self._open[number] for number in self._completed} | self._open | self._dropped
+        groups = {number: self._groups[number] for number in self._book.completed} | self._groups
         return [Done(*one) for group in groups.values() for one in group.finished.items()]
 
     def restore(self, state: Mapping[str, Any], kept: Iterable[Done] = ()) -> None:
@@ -189,67 +161,68 @@ class Ledger:
         """
         self._cursor.restore(state["cursor"])
         self._behind = self._cursor.state()
-        book = state.get("ledger", {})
-        self._iteration, self._drops = int(state["iteration"]), book.get("drops", 0)
-        self._next, self._extra = self._iteration * self._terms.tasks + self._drops, book.get("extra", 0)
-        if not book:
+        saved = state.get("ledger", {})
+        counts = int(state["iteration"]), saved.get("drops", 0), saved.get("extra", 0)
+        self._book = Ledger(self._terms, *counts)
+        if not saved:
             return
-        self._trained = Lengths(**book["lengths"])
-        check_open(book, self._terms.tasks, self._terms.samples)
-        if book["first"] == book["next"]:  # no group is open
+        self._trained = Lengths(**saved["lengths"])
+        check_open(saved, self._terms.tasks, self._terms.samples)
+        if saved["first"] == saved["next"]:  # no group is open
             return
-        self._ahead = {int(number): Lengths(**one) for number, one in book["trained"].items()}
-        self._open_again(book)
-        used = {n: self._iteration + place // self._terms.tasks for place, n in enumerate(self._open)}
+        self._ahead = {int(number): Lengths(**one) for number, one in saved["trained"].items()}
+        self._open_again(saved)
+        used = {number: self._used(place) for place, number in enumerate(self._book.open)}
         for done in kept:
             group = done.number // self._terms.samples
             if done.trajectory.outcome in FAILED and not done.trajectory.overlong_prompt:
                 continue
-            if group in self._dropped:
-                self._dropped[group].finished[done.number] = done.trajectory
-            elif group in used and not self._is_too_old(done.trajectory, used[group]):
+            if group in used and not self._is_too_old(done.trajectory, used[group]):
                 self.finish(done.number, done.trajectory)
+            elif group in self._groups and group not in used:  # dropped
+                self._groups[group].finished[done.number] = done.trajectory
 
     def continues(self, number: int, versions: Collection[int]) -> bool:
         """Return whether an episode of a checkpoint may go on from tokens of these versions."""
         group = number // self._terms.samples
-        if group not in self._open or number in self._open[group].finished or not versions:
+        if group not in self._book.open or number in self._groups[group].finished or not versions:
             return False
-        used = self._iteration + list(self._open).index(group) // self._terms.tasks
+        used = self._used(list(self._book.open).index(group))
         return self._terms.order == "completion" or used - min(versions) <= self._terms.max_staleness
 
-    def _open_again(self, book: Mapping[str, Any]) -> None:
+    def _open_again(self, saved: Mapping[str, Any]) -> None:
         """Admit the groups that are open, or were dropped for the next batch, in a checkpoint's ledger."""
-        tasks = self._terms.tasks
-        drawn = {int(number): (place[0], place[1]) for number, place in book.get("drawn", {}).items()}
-        self._next = self._still_admitted(book["next"], self._iteration)
-        self._rounds = [list(numbers) for numbers in book.get("rounds", ())]
+        tasks, book = self._terms.tasks, self._book
+        drawn = {int(number): (place[0], place[1]) for number, place in saved.get("drawn", {}).items()}
+        book.next = self._still_admitted(saved["next"])
+        rounds = [list(numbers) for numbers in saved.get("rounds", ())]
         # Dropped groups that are not admitted now are not dropped either, and then fewer groups are admitted.
-        while late := [n for numbers in self._rounds for n in numbers if n >= self._next]:
-            self._drops -= len(late)
-            kept = [[n for n in numbers if n < self._next] for numbers in self._rounds]
-            self._rounds = [numbers for numbers in kept if numbers]
-            self._next = self._still_admitted(self._next, self._iteration)
-        self._extra -= sum(n >= self._next and place >= tasks for n, (_, place) in drawn.items())
-        dropped = {number for numbers in self._rounds for number in numbers}
-        numbers = range(book["first"], self._next)
+        while late := [n for numbers in rounds for n in numbers if n >= book.next]:
+            book.drops -= len(late)
+            rounds = [left for numbers in rounds if (left := [n for n in numbers if n < book.next])]
+            book.next = self._still_admitted(book.next)
+        book.rounds = rounds
+        book.extra -= sum(n >= book.next and place >= tasks for n, (_, place) in drawn.items())
+        dropped = {number for numbers in rounds for number in numbers}
+        numbers = range(saved["first"], book.next)
         for number, task in zip(numbers, self._cursor.take(len(numbers)), strict=True):
             if number not in self._ahead:
-                groups = self._dropped if number in dropped else self._open
-                groups[number] = Group(task, drawn.get(number, divmod(number, tasks)))
+                of_one = Admitted(number, *drawn.get(number, divmod(number, tasks)))
+                self._groups[number] = Group(task, of_one)
+        book.open = dict.fromkeys(number for number in self._groups if number not in dropped)
 
-    def _still_admitted(self, count: int, iteration: int) -> int:
-        """Return how many of the `count` groups that were admitted are so now, before `iteration`.
+    def _still_admitted(self, count: int) -> int:
+        """Return how many of the `count` groups that were admitted are so now, before the ledger's iteration.
 
         The others, if max_staleness was larger, are admitted again later.
         """
         if self._terms.order == "completion":
             return count
-        return max(min(count, self._limit(iteration)), max(self._ahead, default=-1) + 1)
+        return max(min(count, self._book.limit(self._book.iteration)), max(self._ahead, default=-1) + 1)
 
-    def _limit(self, iteration: int) -> int:
-        """Return how many groups may have been admitted while `iteration` collects its batch."""
-        return (self._terms.max_staleness + iteration + 1) * self._terms.tasks + self._drops
+    def _used(self, place: int) -> int:
+        """Return the iteration that will train on an open group, by its place among them."""
+        return self._book.iteration + place // self._terms.tasks
 
     def _is_too_old(self, trajectory: Trajectory, iteration: int) -> bool:
         """Return whether a trajectory that `iteration` will use exceeds max_staleness."""
@@ -257,35 +230,20 @@ class Ledger:
             return False
         return iteration - trajectory.turns[0].policy_version > self._terms.max_staleness
 
-    def _chosen(self) -> list[int]:
-        """Return the groups of the next batch, in the order of the batch."""
-        wanted = self._terms.tasks
-        if self._terms.order == "admission":
-            return list(self._open)[:wanted]
-        running = (number for number in self._open if number not in self._completed)
-        return [*self._completed, *running][:wanted]
+    def _assigned(self, admitted: Sequence[Admitted]) -> list[Assignment]:
+        """Return the episodes of groups that were admitted, with the cursor's next tasks."""
+        new = [Group(task, one) for one, task in zip(admitted, self._cursor.take(len(admitted)), strict=True)]
+        self._groups |= {group.drawn.number: group for group in new}
+        return [episode for group in new for episode in self._episodes(group)]
 
-    def _without_variance(self) -> list[int]:
-        """Return the groups to drop now, in the order of the batch."""
-        chosen = self._chosen()
-        if len(self._rounds) >= self._terms.resample or not set(chosen) <= set(self._completed):
-            return []
-        places = without_variance(summaries(self._open[number] for number in chosen))
-        return [chosen[place] for place in sorted(places)]
-
-    def _admit(self, drawn: Sequence[tuple[int, int]]) -> list[Assignment]:
-        """Admit groups of the next tasks, with random numbers for `drawn`. Return their episodes."""
-        new = range(self._next, self._next + len(drawn))
-        for number, task, of_one in zip(new, self._cursor.take(len(new)), drawn, strict=True):
-            self._open[number] = Group(task, of_one)
-        self._next = new.stop
-        return [e for number in new for e in episodes_of(self._open[number], number, self._terms)]
+    def _episodes(self, group: Group) -> list[Assignment]:
+        return episodes_of(group, self._terms.samples, self._sampling)
 
     def _close(self, closed: Mapping[int, Lengths]) -> None:
         """Move the oldest open group's cursor past the groups that were trained or dropped."""
         self._trained = sum(closed.values(), self._trained)
         self._ahead.update(closed)
-        first = next(iter(self._open), self._next)
+        first = next(iter(self._book.open), self._book.next)
         passed = [number for number in self._ahead if number < first]
         self._behind = self._cursor.after(self._behind, len(passed))
         for number in passed:

@@ -14,6 +14,7 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.launch.doctor import engine_version
 from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.ledger import Terms
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import build_learner
@@ -22,9 +23,9 @@ from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
-from megatron_stppo.replicas.trainer.groups import Terms
+from megatron_stppo.replicas.trainer.groups import Sampling
 from megatron_stppo.replicas.trainer.hub import Hub
-from megatron_stppo.replicas.trainer.ledger import Ledger
+from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.wire import address, keys
@@ -99,9 +100,6 @@ def _first(config: Config, dtype: torch.dtype, trained: Trained) -> tuple[Crew, 
         samples=r.samples_per_task,
         max_staleness=serving.max_staleness,
         order=serving.order,
-        seed=run.seed,
-        temperature=r.temperature,
-        top_p=r.top_p,
         resample=r.resample,
     )
     cursor = TaskCursor(playable(config, "train", shown=True).tasks, run.seed)
@@ -122,7 +120,7 @@ def _first(config: Config, dtype: torch.dtype, trained: Trained) -> tuple[Crew, 
 
     crew = Crew(
         listener,
-        Ledger(cursor, terms),
+        EpisodeLedger(cursor, terms, Sampling(run.seed, r.temperature, r.top_p)),
         expected,
         (host, port),
         trained,
