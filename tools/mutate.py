@@ -45,8 +45,16 @@ SOURCES = {
     "algorithm/surrogate": ["algorithm/surrogate"],
     "algorithm/vocabulary": ["ops/vocab_logprob", "ops/vocab_parallel"],
     "data/packing": ["data/packing", "data/routes", "data/exchange", "branches"],
-    "data/ledger": ["replicas/ledger", "replicas/ledger_resampling", "training/resampling"],
-    "replicas/trainer/ledger": ["replicas/ledger", "replicas/ledger_resampling", "replicas/lengths_trained"],
+    "data/ledger": ["data/ledger", "replicas/ledger", "replicas/ledger_resampling"],
+    "replicas/trainer/ledger": [
+        *(
+            "replicas/ledger",
+            "replicas/ledger_resampling",
+            "replicas/lengths_trained",
+            "replicas/failed_batch",
+        ),
+        "replicas/hub",
+    ],
     "training/update/actor_step": ["training/update/ratios", *(f"training/update/{name}" for name in STEPS)],
     "training/update/critic_step": ["training/update/faults"],
     "training/update/minibatches": ["training/update/minibatches", "training/update/ratios"],

@@ -1,11 +1,37 @@
-"""Groups without variance are those whose group-relative advantages are all 0."""
+"""The ledger of groups; groups without variance are those whose group-relative advantages are all 0."""
 
 from __future__ import annotations
 
 import math
 
 from megatron_stppo.base.types import Outcome, Summary, TurnSummary
-from megatron_stppo.data.ledger import without_variance
+from megatron_stppo.data.ledger import Admitted, Ledger, Taken, Terms, without_variance
+
+
+def test_a_ledger_continues_after_groups_that_were_dropped() -> None:
+    """Two batches of 2 groups and one dropped group: the next number is 5, and the next batch is the third."""
+    book = Ledger(Terms(2, resample=1), iteration=2, drops=1, extra=1)
+    assert book.admit(2) == [Admitted(5, 2, 0), Admitted(6, 2, 1)]
+    assert book.droppable() == []  # not completed
+    book.complete(6)
+    book.complete(5)
+    assert book.replace([number for number in book.droppable() if number == 5]) == [Admitted(7, 2, 2)]
+    assert (book.droppable(), book.take()) == ([], None)
+    book.complete(7)
+    assert book.take() == Taken([6, 7], [[5]])
+    assert book.admit(3) == [Admitted(8, 3, 0), Admitted(9, 3, 1)]
+
+
+def test_a_batch_that_is_put_back_is_the_next_one_and_its_dropped_groups_are_open() -> None:
+    book = Ledger(Terms(1, max_staleness=1, order="completion", resample=1))
+    book.admit(0)
+    for number in (1, 0):
+        book.complete(number)
+    book.replace([1])
+    taken = book.take()
+    assert (taken, book.drops) == (Taken([0], [[1]]), 1)
+    book.put_back(taken)
+    assert (list(book.open), book.completed, book.drops) == ([0, 1, 2], [1, 0], 0)
 
 
 def episode(group: int, reward: float, outcome: Outcome = "ok", branch: int = 0) -> Summary:
