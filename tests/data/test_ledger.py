@@ -9,7 +9,7 @@ from megatron_stppo.data.ledger import Admitted, Ledger, Taken, Terms, without_v
 
 
 def test_a_ledger_continues_after_groups_that_were_dropped() -> None:
-    """Two batches of 2 groups and one dropped group: the next number is 5, and the next batch is the third."""
+    """After two batches of 2 groups and one dropped group, the next number is 5."""
     book = Ledger(Terms(2, resample=1), iteration=2, drops=1, extra=1)
     assert book.admit(2) == [Admitted(5, 2, 0), Admitted(6, 2, 1)]
     assert book.droppable() == []  # not completed
