@@ -10,25 +10,65 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_stppo.base.printing import did_you_mean
-from megatron_stppo.config import AlgorithmConfig, Config, ConfigError, peft_folder
+from megatron_stppo.config import AlgorithmConfig, Config, ConfigError, RunConfig, peft_folder
 
 MAX_BYTES = 65_536  # largest configuration file
 MAX_SHOWN = 200  # characters of a wrong value in a message
 PRESET = "algorithm.preset="
+PARTS = ("configs", "serving")  # folders of a run's folder that hold configurations
 
 
 def load(path: Path, overrides: list[str] | None = None) -> Config:
     """Read a YAML file, apply `a.b=value` overrides, check every field. Raises ConfigError.
 
     An override of algorithm.preset also replaces the fields that have the values of the file's preset. So it
-    works with a run's config.yaml, which has all fields.
+    works with a run's config.yaml, which has all fields. A configuration in a run's folder is that of the run
+    in this folder, wherever it was written: the folder may be a copy, or may have been moved.
     """
     raw = read_yaml(path, "config")
+    _name_folder(raw, Path(path), overrides or [])
     for override in sorted(overrides or [], key=lambda given: not given.startswith(PRESET)):
         if override.startswith(PRESET):
             _forget_row(raw)
         _override(raw, override)
     return validate(raw)
+
+
+def _name_folder(raw: dict[str, Any], path: Path, overrides: list[str]) -> None:
+    """Set run.root and run.name of a configuration in a run's folder to this folder.
+
+    Without configs/ it is not certain that the folder is a run's. Raises ConfigError if it has checkpoints,
+    the file names another folder, and no override decides.
+    """
+    folder, run = path.parent.resolve(), raw.get("run") or {}
+    if folder.name in PARTS and _is_run(folder.parent):
+        folder = folder.parent
+    if not isinstance(run, dict) or not (_is_run(folder) or (folder / "checkpoints" / "LATEST").is_file()):
+        return
+    default = RunConfig()
+    root, name = str(run.get("root", default.root)), str(run.get("name", default.name))
+    if _is_same(Path(root, name), folder):
+        return
+    if _is_run(folder):
+        raw["run"] = run | {"root": str(folder.parent), "name": folder.name}
+    elif not any(given.startswith(("run.root=", "run.name=")) for given in overrides):
+        given = _short(str(Path(root, name)))
+        raise ConfigError(
+            f"config={path}: its folder has checkpoints, but its run is {given}; give run.root="
+            f"{folder.parent} run.name={folder.name} for the run in its folder, or run.name={_short(name)} for "
+            "the other"
+        )
+
+
+def _is_same(named: Path, folder: Path) -> bool:
+    try:
+        return named.expanduser().resolve() == folder
+    except (OSError, RuntimeError, ValueError):  # not a path of this machine
+        return False
+
+
+def _is_run(folder: Path) -> bool:
+    return any(folder.glob("configs/attempt-*.yaml"))
 
 
 def read_yaml(path: Path, field: str) -> dict[str, Any]:

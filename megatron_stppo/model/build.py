@@ -275,9 +275,9 @@ def trainer(
     """
     settings = config.update.optimizer(role)
     model = from_hf(role, shape, config, mesh, dtype, trunk)
-    updates = config.run.iterations * config.update.epochs * config.update.minibatches
+    updates = config.update.epochs * config.update.minibatches
     updates *= config.update.critic_steps if role == "critic" else 1
-    return Trainer(data_parallel(model, settings.distributed), settings, updates)
+    return Trainer(data_parallel(model, settings.distributed), settings, config.run.iterations, updates)
 
 
 def data_parallel(model: Sequence[TokenModel], distributed_optimizer: bool) -> list[DistributedDataParallel]:

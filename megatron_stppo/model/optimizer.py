@@ -32,11 +32,17 @@ class Trainer:
     """
 
     def __init__(
-        self, model: Sequence[DistributedDataParallel], settings: OptimizerConfig, total_updates: int
+        self,
+        model: Sequence[DistributedDataParallel],
+        settings: OptimizerConfig,
+        iterations: int,
+        updates_each: int = 1,
     ) -> None:
+        """iterations: those that the warm-up is a share of, of `updates_each` optimizer steps."""
         self.model = list(model)  # this rank's chunks
         self.settings = settings
-        self.warmup = math.ceil(settings.warmup_fraction * total_updates)
+        self.iterations, self._updates_each = iterations, updates_each
+        self.warmup = self._warmup()
         self.updates = 0  # optimizer steps taken
         self.skipped = 0  # steps not taken because a number was not finite
         self.memory = StepMemory()  # the actor's
@@ -147,18 +153,25 @@ class Trainer:
         skipped: int,
         warmup: int,
         memory: Mapping[str, Any] | None = None,
+        iterations: int | None = None,
     ) -> None:
         """Restore the optimizer's state and the counters from a checkpoint.
 
         state: megatron's sharded state dict, loaded; None if the states were loaded in place. memory: the
-        fields of a StepMemory; None in checkpoints of versions without it.
+        fields of a StepMemory. iterations: with which the run began: more of them do not change the warm-up,
+        but its other settings do. Both are None in checkpoints of versions without them; then `warmup` stays.
         """
         if state is not None:
             self.optimizer.load_state_dict(state)
         self.updates, self.skipped, self.memory = updates, skipped, StepMemory(**(memory or {}))
-        self.warmup = warmup  # the checkpoint's value: adding iterations does not change the warm-up
+        self.iterations = iterations or self.iterations
+        self.warmup = self._warmup() if iterations else warmup
         self._configure()
         self._set_adam_steps(updates)
+
+    def _warmup(self) -> int:
+        """Return the length of the warm-up, in optimizer steps."""
+        return math.ceil(self.settings.warmup_fraction * (self.iterations * self._updates_each))
 
     def _configure(self) -> None:
         """Set the fields of `settings` that megatron's state has too: a checkpoint may have other values."""

@@ -17,6 +17,7 @@ from megatron_stppo.config.file import NOT_YAML, load, parse
 from megatron_stppo.observe.trajectory_files import set_aside
 
 CONFIG = "config.yaml"
+UNREAD = ("data.demonstrations", "cold_start.")  # fields that training does not read
 ATTEMPT = "attempt"  # column of metrics.jsonl: the number of the attempt that trained the iteration
 
 
@@ -59,7 +60,7 @@ def as_begun(config: Config, run: Path) -> Config:
 
 
 def say_changes(config: Config) -> None:
-    """Print a line for every field whose value differs from that of the previous attempt."""
+    """Print a line for every field of training whose value differs from that of the previous attempt."""
     path = config.run.folder / CONFIG
     try:
         before = parse(path.read_bytes()) if path.exists() else None
@@ -71,7 +72,8 @@ def say_changes(config: Config) -> None:
         return
     if isinstance(before, dict):
         for change in changes(before, parse(config.absolute().dump())):
-            print(f"megatron-stppo: --resume changes {change}", file=sys.stderr)
+            if not change.startswith(UNREAD):
+                print(f"megatron-stppo: --resume changes {change}", file=sys.stderr)
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

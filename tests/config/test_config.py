@@ -301,3 +301,38 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 def test_every_field_has_a_description() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert "|  |" not in page
+
+
+def test_a_configuration_in_a_runs_folder_is_that_of_the_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder may be a copy, or may have been moved: the run that it was made from is not its own."""
+    original, copy = tmp_path / "runs" / "a", tmp_path / "kept" / "b"
+    text = minimal(tmp_path).read_text() + f"run: {{root: {original.parent}, name: a}}\n"
+    for folder in (original, copy):
+        (folder / "configs").mkdir(parents=True)
+        for file in ("config.yaml", "configs/attempt-1.yaml"):
+            (folder / file).write_text(text)
+        for file in ("config.yaml", "configs/attempt-1.yaml"):
+            assert load(folder / file).run.folder == folder
+    assert load(copy / "config.yaml", ["run.name=c"]).run.folder == copy.with_name("c")
+    assert load(copy / "config.yaml", [f"run.root={original.parent}", "run.name=a"]).run.folder == original
+    monkeypatch.chdir(copy)
+    assert load(Path("config.yaml")).run.folder == copy
+    (copy / "config.yaml").write_text(text.replace("name: a", 'name: "\\0"'))
+    assert load(copy / "config.yaml").run.folder == copy
+    (link := tmp_path / "runs" / "newest").symlink_to("a")
+    assert load(link / "config.yaml").run.folder == original
+
+
+def test_a_configuration_beside_checkpoints_that_may_be_of_another_run_is_refused(tmp_path: Path) -> None:
+    path = minimal(tmp_path)
+    load(path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "LATEST").touch()
+    with pytest.raises(ConfigError) as raised:
+        load(path)
+    given = [f"run.root={tmp_path.parent}", f"run.name={tmp_path.name}"]
+    assert f"its run is runs/run; give {' '.join(given)} for the run" in str(raised.value)
+    assert load(path, given).run.folder == tmp_path
+    assert load(path, ["run.name=run"]).run.folder == Path("runs/run")

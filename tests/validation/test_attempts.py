@@ -80,7 +80,9 @@ def test_a_resumed_run_reports_changed_fields(tmp_path: Path, capsys: pytest.Cap
     attempts.record(config(tmp_path), 0)
     attempts.say_changes(config(tmp_path))
     assert capsys.readouterr().err == ""
-    attempts.say_changes(config(tmp_path, epochs=3, actor={"lr": 0.5}))
+    changed = config(tmp_path, epochs=3, actor={"lr": 0.5})
+    changed.cold_start.lr, changed.data.demonstrations = 0.5, tmp_path  # which training does not read
+    attempts.say_changes(changed)
     assert capsys.readouterr().err.splitlines() == [
         "megatron-stppo: --resume changes update.epochs: 1 -> 3",
         "megatron-stppo: --resume changes update.actor.lr: 1e-06 -> 0.5",
