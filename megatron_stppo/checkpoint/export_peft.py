@@ -1,8 +1,8 @@
 """The command `convert to-peft`: write a checkpoint's adapters in the format of the package `peft`.
 
 The folder has two files. adapter_model.safetensors holds every A and B, and adapter_config.json their rank,
-alpha and targets, and the folder of the weights that they belong to. The metadata of the first have a hash of
-these weights.
+alpha and targets, and the folder of the weights that they belong to. The metadata of the first have hashes of
+these weights and of their tokenizer.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.config.model import LoraConfig
 from megatron_stppo.config.peft_folder import DIGEST, PREFIX, SETTINGS, TENSORS
+from megatron_stppo.data.text.tokenizer_files import digests
 from megatron_stppo.model import build
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
@@ -67,8 +68,8 @@ def export_peft(
     shapes = adapter_shapes(shape, lora.rank, lora.names)
     whole = gather(parameters, layouts, shapes, shapes)
     settings = adapter_config(lora, config.model.path, whole)
-    digest = weights_digest(config.model.path, shape)
-    on_first(None, lambda: _write(Path(folder), settings, whole, digest, overwrite))
+    recorded = {DIGEST: weights_digest(config.model.path, shape)} | digests(config.model.path)
+    on_first(None, lambda: _write(Path(folder), settings, whole, recorded, overwrite))
     return f"{len(shapes)} tensors, {sum(a * b for a, b in shapes.values()) / 1e6:,.1f} M parameters"
 
 
@@ -94,7 +95,11 @@ def adapter_config(lora: LoraConfig, base: Path, keys: Collection[str]) -> dict[
 
 
 def _write(
-    folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], digest: str, overwrite: bool
+    folder: Path,
+    settings: dict[str, Any],
+    tensors: dict[str, Tensor],
+    recorded: dict[str, str],
+    overwrite: bool,
 ) -> None:
     if not overwrite:
         check_absent("output", folder)
@@ -103,5 +108,5 @@ def _write(
     partial.mkdir(parents=True)
     (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     named = {PREFIX + key: tensor for key, tensor in tensors.items()}
-    write_tensors(named, partial / TENSORS, partial / SETTINGS, {DIGEST: digest})
+    write_tensors(named, partial / TENSORS, partial / SETTINGS, recorded)
     publish(partial, folder)

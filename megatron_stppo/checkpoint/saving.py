@@ -35,6 +35,7 @@ from megatron_stppo.checkpoint.host_copy import HostCopy
 from megatron_stppo.checkpoint.step_folder import Manifest
 from megatron_stppo.checkpoint.writer import Save
 from megatron_stppo.config import Config
+from megatron_stppo.data.text.tokenizer_files import digests
 from megatron_stppo.model.optimizer import Trainer, not_finite
 from megatron_stppo.parallel.collectives import (
     all_reduce_sum,
@@ -65,7 +66,8 @@ class Saver:
         self._folder, self._run = folder, config.run
         self._config_sha256 = hashlib.sha256(config.dump().encode()).hexdigest()
         self._layout = {"world": layout.world, **asdict(layout)}
-        self._shape = asdict(read_shape(config.model.path))
+        path = config.model.path
+        self._model = {"shape": asdict(read_shape(path)), steps.TOKENIZER: digests(path)}
         # A separate group for the writer threads, because training uses the others at the same time. Its
         # timeout is long because writing to a slow disk may take as long as a phase.
         self._group = dist.new_group(timeout=config.timeout, backend="gloo", group_desc="checkpoint")
@@ -148,7 +150,7 @@ class Saver:
         counters = {
             r: (t.updates, t.skipped, t.warmup, asdict(t.memory), t.iterations) for r, t in trainers.items()
         }
-        state = state | {"trainers": counters} | made_of(trainers) | {"shape": self._shape}
+        state = state | {"trainers": counters} | made_of(trainers) | self._model
         files = {steps.STATE: json.dumps(state).encode()}
         if episodes:
             files[steps.EPISODES] = episodes

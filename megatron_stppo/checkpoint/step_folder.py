@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 STATE, MANIFEST, LATEST, EPISODES = "state.json", "MANIFEST.json", "LATEST", "episodes.msgpack"
 OWED = "owed"  # in state.json: the row of the iteration, if its evaluation failed and must be repeated
+TOKENIZER = "tokenizer"  # in state.json: the digests of the tokenizer's files
 MOST_BYTES = 64 * 2**20  # size limit of a JSON file; the manifest for 4,096 ranks is smaller than 2 MB
 MOST_EPISODES = 64 * 2**30  # size limit of the file of episodes; 1,000 episodes of 10^6 tokens are 12 GB
 

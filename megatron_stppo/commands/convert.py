@@ -84,9 +84,9 @@ def to_megatron(
 def _open(config: Path, checkpoint: str, output: Path, overrides: list[str] | None) -> Config:
     """Return the configuration of the run whose `checkpoint` is converted. Raises ConfigError."""
     settings = open_config(config, overrides, "convert", checkpoint=True)
-    from megatron_stppo.validation import checks
+    from megatron_stppo.validation import run_folder
 
-    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
+    run_folder.check_step(settings, settings.run.folder, "checkpoint", checkpoint)
     check_absent("output", output)
     return settings
 

@@ -40,6 +40,9 @@ def open_config(
         process.discover()
     config = load(path, overrides).beside(modules or path.parent)
     from megatron_stppo.validation import checks, lora, model_layout, model_weights, run_folder
+
+    if checkpoint and command in ("convert", "evaluate"):  # of the run itself
+        config = run_folder.with_own_model(config, overrides or [])
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     ranks = world or int(os.environ.get("WORLD_SIZE", "1"))

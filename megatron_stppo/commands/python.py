@@ -83,7 +83,9 @@ def evaluate(
     """
     settings = _settings(config, overrides)
     earlier = _results(settings)
-    _run("evaluate", settings, ["--checkpoint", checkpoint] if checkpoint else [], ranks, modules)
+    options = ["--checkpoint", checkpoint] if checkpoint else []
+    options += [given for given in overrides if given.startswith("model.path=")]  # not that of the run
+    _run("evaluate", settings, options, ranks, modules)
     (result, *_) = sorted(_results(settings) - earlier, key=lambda path: -path.stat().st_mtime)
     numbers: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
     return numbers

@@ -134,9 +134,9 @@ def evaluate(
 ) -> None:
     """Measure exact match on data.evaluate; numbers and episodes go to evaluate/ in the run's folder."""
     settings = open_config(config, overrides, "evaluate", checkpoint=checkpoint is not None, modules=modules)
-    from megatron_stppo.validation import checks
+    from megatron_stppo.validation import checks, run_folder
 
-    checks.check_step(settings.run.folder, "checkpoint", checkpoint)
+    run_folder.check_step(settings, settings.run.folder, "checkpoint", checkpoint)
     if output is not None:
         checks.check_folder("--output", output.parent)
     with importing():

@@ -55,8 +55,8 @@ def _name_folder(raw: dict[str, Any], path: Path, overrides: list[str]) -> None:
         given = _short(str(Path(root, name)))
         raise ConfigError(
             f"config={path}: its folder has checkpoints, but its run is {given}; give run.root="
-            f"{folder.parent} run.name={folder.name} for the run in its folder, or run.name={_short(name)} for "
-            "the other"
+            f"{folder.parent} run.name={folder.name} for the run in its folder, or run.name={_short(name)} "
+            "for the other"
         )
 
 

@@ -61,7 +61,7 @@ class PeftFolder:
     targets: tuple[str, ...]  # Hugging Face names, in the order of LINEAR
     shapes: dict[str, tuple[int, ...]]  # by checkpoint name, without PREFIX
     base: str  # name or folder of the model that it belongs to; "" if that is not recorded
-    digest: str  # weights_digest of its weights; "" for adapters of other programs
+    recorded: dict[str, str]  # the metadata: DIGEST, and those of data/text/tokenizer_files.py; not of peft
 
 
 def read_folder(folder: Path) -> PeftFolder:
@@ -75,12 +75,14 @@ def read_folder(folder: Path) -> PeftFolder:
         raise _wrong(folder, f"{SETTINGS} has r={rank}, not a whole number; write the adapter again")
     base = settings.get("base_model_name_or_path")
     header = _header(folder)
-    recorded = header.pop("__metadata__", None)
-    digest = recorded.get(DIGEST) if isinstance(recorded, dict) else None
+    metadata = header.pop("__metadata__", None)
+    recorded = {
+        k: v for k, v in (metadata if isinstance(metadata, dict) else {}).items() if isinstance(v, str)
+    }
     shapes = _matrices(folder, header)
     held = {key.split(".")[-3] for key in shapes}
     targets = tuple(name for name in LINEAR if name in held)
-    return PeftFolder(int(rank), alpha, targets, shapes, _text(base), _text(digest))
+    return PeftFolder(int(rank), alpha, targets, shapes, _text(base), recorded)
 
 
 def completed(lora: LoraConfig) -> LoraConfig:

@@ -142,21 +142,6 @@ def check_output(config: Config, critic: bool = False) -> None:
         )
 
 
-def check_step(run: Path, field: str, checkpoint: str | None) -> None:
-    """Raise ConfigError unless the run's folder holds `checkpoint`, "latest" or "step_N"; None needs none.
-
-    `field`: the field or option that the error names.
-    """
-    if checkpoint is None:
-        return
-    folder = run / "checkpoints"
-    steps = sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
-    if checkpoint not in (*steps, "latest") or not steps:
-        raise ConfigError(
-            f"{field}={checkpoint}: not in {folder}; choose from {steps or 'none: train first'}"
-        )
-
-
 def listener_token(host: str, token_env: str | None) -> str | None:
     """Return a server's bearer token. Raises ConfigError for a host that others can reach without a token."""
     token = os.environ.get(token_env, "") if token_env else None

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megatron_stppo.cluster.launch.vllm_environment import LORA_RANKS
 from megatron_stppo.config import Config, ConfigError, LoraConfig
-from megatron_stppo.config.peft_folder import SETTINGS, PeftFolder, read_folder
+from megatron_stppo.config.peft_folder import DIGEST, SETTINGS, PeftFolder, read_folder
+from megatron_stppo.data.text.tokenizer_files import different
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.low_rank import adapted, adapter_shapes
 
@@ -64,6 +65,11 @@ def check_imported(found: PeftFolder, lora: LoraConfig, shape: ModelShape, model
     """Raise ConfigError unless the adapter `found`, that of lora.path, has the section's rank, alpha and
     targets, and all A and B of a model of this shape."""
     field = f"model.lora.path={lora.path}"
+    if other := different(found.recorded, model):
+        raise ConfigError(
+            f"{field}: was trained with another {other} than that of model.path={model}; give the model that "
+            "it was trained on, or another adapter"
+        )
     for name, given, there in (("rank", lora.rank, found.rank), ("alpha", lora.alpha, found.alpha)):
         if given != there:
             raise ConfigError(
@@ -96,7 +102,7 @@ def base_note(config: Config) -> str:
     if path is None:
         return ""
     found = read_folder(path)
-    if found.digest or not found.base or _is_named(model, found.base):
+    if DIGEST in found.recorded or not found.base or _is_named(model, found.base):
         return ""
     return (
         f"model.lora.path={path}: its {SETTINGS} names the model {found.base[:200]!r}, and model.path={model}"

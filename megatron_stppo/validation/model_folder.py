@@ -5,7 +5,6 @@ Does not import torch. Every function raises ConfigError with field, value and r
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.text.tokenizer_files import ENDS, SETTINGS, chat_templates, json_object
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_layout import check_model_layout
 from megatron_stppo.validation.model_weights import check_weights
@@ -86,13 +86,18 @@ def check_reference(config: Config, layout: Layout, tokenizers: bool = True) -> 
             "model with the same tokens"
         )
     if tokenizers:
-        own, given = _tokens("model.path", config.model.path), _tokens("model.reference_path", folder)
-        other = sorted(own.items() - given.items())
-        if other:
-            raise ConfigError(
-                f"{where}: its tokenizer gives {len(other)} of model.path's {len(own)} tokens another id or "
-                f"none, such as {other[0][0]!r}; give a model with the same tokens"
-            )
+        check_same_tokens("model.reference_path", folder, "model.path", config.model.path)
+
+
+def check_same_tokens(field: str, folder: Path, other: str, wanted: Path) -> None:
+    """Raise ConfigError unless the tokenizer of `folder` has all tokens of that of `wanted`, with the same
+    ids. field, other: what an error calls the two folders."""
+    own, given = _tokens(other, wanted), _tokens(field, folder)
+    if missing := sorted(own.items() - given.items()):
+        raise ConfigError(
+            f"{field}={folder}: its tokenizer gives {len(missing)} of {other}'s {len(own)} tokens another id "
+            f"or none, such as {missing[0][0]!r}; give a model with the same tokens"
+        )
 
 
 def _tokens(field: str, folder: Path) -> dict[str, int]:
@@ -123,10 +128,10 @@ def _same_network(actor: Path, critic: Path) -> None:
 
 
 def check_tokenizer(config: Config) -> None:
-    """Check that the tokenizer can be read, and that its ids fit the model's vocabulary."""
+    """Check that the tokenizer can be read, and that its ids fit the model's vocabulary and the critic."""
     known = _tokens("model.path", config.model.path).values()
     check_end_ids(config)
-    added = _json_object(config.model.path / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    added = json_object(config.model.path / SETTINGS).get("added_tokens_decoder") or {}
     largest = max([*known, *(int(number) for number in added if str(number).isdigit())], default=0)
     vocabulary = read_shape(config.model.path).vocab
     if largest >= vocabulary:
@@ -134,27 +139,17 @@ def check_tokenizer(config: Config) -> None:
             f"model.path={config.model.path}: its tokenizer has the token id {largest}, config.json's "
             f"vocab_size={vocabulary} allows ids below it; give the tokenizer of this model"
         )
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """Return the object of a JSON file, or {} if there is no file. Raises ConfigError for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: holds {type(settings).__name__}, not an object; fetch the file again")
-    return settings
+    critic = config.model.critic_path
+    if critic is not None and (critic / "tokenizer.json").is_file():
+        check_same_tokens("model.critic_path", critic, "model.path", config.model.path)
 
 
 def check_end_ids(config: Config) -> None:
     """Check the end-of-text ids of config.json and generation_config.json: ids of the vocabulary."""
     folder = config.model.path
     vocabulary = read_shape(folder).vocab
-    for name in ("config.json", "generation_config.json"):
-        ids = _json_object(folder / name).get("eos_token_id")
+    for name in ENDS:
+        ids = json_object(folder / name).get("eos_token_id")
         for number in ids if isinstance(ids, list) else [] if ids is None else [ids]:
             if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < vocabulary:
                 raise ConfigError(
@@ -166,7 +161,7 @@ def check_end_ids(config: Config) -> None:
 def check_chat_template(config: Config) -> None:
     """Check that the tokenizer has a chat template, and that jinja can read all of its templates."""
     folder = config.model.path
-    templates = _chat_templates(folder)
+    templates = chat_templates(folder)
     if "default" not in templates:
         others = f" but {sorted(templates)}" if templates else ""
         raise ConfigError(
@@ -198,24 +193,3 @@ def _refusal(where: str, template: str, chat: list[dict[str, str]]) -> str:
         return str(error) if type(error) is TemplateError else ""
     (text,), _ = rendered
     return "" if text.strip() else "renders nothing"
-
-
-def _chat_templates(folder: Path) -> dict[str, Any]:
-    """Return the chat templates by name, from the files that transformers reads."""
-    paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        paths["default"] = folder / "chat_template.jinja"
-    if paths:
-        return {name: _text(path) for name, path in paths.items()}
-    inline = _json_object(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(inline, list):
-        named = [item for item in inline if isinstance(item, dict)]
-        return {str(item.get("name")): item.get("template") for item in named}
-    return inline if isinstance(inline, dict) else {} if inline is None else {"default": inline}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); fetch the file again") from None

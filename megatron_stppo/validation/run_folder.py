@@ -6,6 +6,7 @@ Uses neither torch nor a process group: every rank checks on its own and gets th
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,14 @@ import msgspec
 
 from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.checkpoint import step_folder
+from megatron_stppo.cluster.exits import is_first_rank
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config.file import read_yaml
+from megatron_stppo.data.text.tokenizer_files import different
 from megatron_stppo.observe import rows
-from megatron_stppo.validation import serving
+from megatron_stppo.observe.console import say
+from megatron_stppo.validation import model_folder, serving
+from megatron_stppo.validation.attempts import CONFIG
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 # Files and folders whose loss would lose results of a run.
@@ -38,9 +44,9 @@ def check_resume(config: Config) -> None:
     episodes that an asynchronous run has admitted must fit.
     """
     run, folder = config.run, config.run.folder
-    if any((folder / name).exists() for name in ("config.yaml", "checkpoints")):
-        return _check_checkpoint(config, folder / "checkpoints")
-    names = [path.parent.name for path in sorted(run.root.glob("*/config.yaml"))]
+    if any((folder / name).exists() for name in (CONFIG, "checkpoints")):
+        return _check_checkpoint(config)
+    names = [path.parent.name for path in sorted(run.root.glob(f"*/{CONFIG}"))]
     asked = did_you_mean(run.name, names, "run.name={}")
     hint = f"{asked} To start a new run," if asked else "to start one,"
     raise ConfigError(f"run.name={run.name}: --resume, but {folder} holds no run; {hint} leave --resume out")
@@ -73,28 +79,113 @@ class _Written(msgspec.Struct):
 
     trainers: dict[str, Any]  # by role
     shape: dict[str, Any]
+    tokenizer: dict[str, str] = {}  # digests; {} in checkpoints of versions without them
     ledger: dict[str, Any] | None = None  # of an asynchronous run: replicas/trainer/ledger.py
 
 
-def _check_checkpoint(config: Config, checkpoints: Path) -> None:
-    try:
-        path = checkpoints / f"step_{step_folder.latest(checkpoints)}"
-        written = msgspec.convert(step_folder.read_state(path), _Written)
-    except (step_folder.Damaged, OSError, ValueError):
-        return  # there is no checkpoint yet, or it is damaged, which loading it reports
-    shape = json.loads(json.dumps(asdict(read_shape(config.model.path))))  # with lists instead of tuples
-    for name in sorted(written.shape.keys() - {"max_positions"}):
-        if written.shape[name] != shape.get(name):
-            raise ConfigError(
-                f"model.path={config.model.path}: its {name}={shape.get(name)!r}, that of {path} is "
-                f"{written.shape[name]!r}; give the model that the run began with, or another run.name"
-            )
+def check_step(config: Config, run: Path, field: str, checkpoint: str | None) -> None:
+    """Raise ConfigError unless the folder `run` holds `checkpoint`, "latest" or "step_N", of the model and
+    the tokenizer in model.path; None needs none.
+
+    `field`: the field or option that the error names.
+    """
+    if checkpoint is None:
+        return
+    folder = run / "checkpoints"
+    steps = sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
+    if checkpoint not in (*steps, "latest") or not steps:
+        raise ConfigError(
+            f"{field}={checkpoint}: not in {folder}; choose from {steps or 'none: train first'}"
+        )
+    check_model(config, run, checkpoint)
+
+
+def check_model(config: Config, run: Path, checkpoint: str = "latest") -> _Written | None:
+    """Raise ConfigError unless model.path has the shape and the tokenizer of a run's checkpoint.
+
+    Return what the checkpoint records, None if there is none that can be read, which loading it reports.
+    """
+    checkpoints, written = run / "checkpoints", None
+    latest = checkpoint == "latest"
+    for step in step_folder.candidates(checkpoints) if latest else [step_folder.number(checkpoint)]:
+        with suppress(step_folder.Damaged, OSError, ValueError):
+            path = checkpoints / f"step_{step}"
+            written = msgspec.convert(step_folder.read_state(path), _Written)
+            break
+    if written is None:
+        return None
+    given = config.model.path
+    shape = json.loads(json.dumps(asdict(read_shape(given))))  # with lists instead of tuples
+    found = [
+        name for name in written.shape if name != "max_positions" and written.shape[name] != shape.get(name)
+    ]
+    if found:
+        name = min(found)
+        raise ConfigError(
+            f"model.path={given}: its {name}={shape.get(name)!r}, that of {path} is {written.shape[name]!r}; "
+            f"{_remedy(given, run)}"
+        )
+    if other := different(written.tokenizer, given):
+        raise ConfigError(
+            f"model.path={given}: its {other} differs from that of {path}; {_remedy(given, run)}"
+        )
+    note = f"{path}: does not record its tokenizer, so that of model.path={given} is not compared with it"
+    say(note, is_first_rank() and not written.tokenizer)
+    return written
+
+
+def check_tokens(config: Config, field: str, run: Path) -> None:
+    """Raise ConfigError if the token ids in the records of a run are of other tokens than in model.path, as
+    far as the run's own model is here. field: the argument that names the run."""
+    own = model_of(run)
+    if own is not None and (own / "tokenizer.json").is_file():
+        model_folder.check_same_tokens("model.path", config.model.path, f"{field}={run}", own)
+
+
+def model_of(run: Path) -> Path | None:
+    """Return model.path of a run's newest attempt, None if its folder does not have it: that of a converted
+    model."""
+    section = read_yaml(run / CONFIG, "config").get("model") if (run / CONFIG).is_file() else None
+    path = section.get("path") if isinstance(section, dict) else None
+    return Path(path) if isinstance(path, str) else None
+
+
+def with_own_model(config: Config, overrides: list[str]) -> Config:
+    """Return the configuration with the model of the run in its folder, unless an override names another.
+
+    The file may have changed since the run, or be another one with its run.name. A model that is no longer
+    where the run had it is that of the file.
+    """
+    own = model_of(config.run.folder)
+    given = config.model.path
+    if own is None or not own.is_dir() or own.resolve() == given.resolve():
+        return config
+    if any(text.startswith("model.path=") for text in overrides):
+        return config
+    say(f"model.path={own}, that of the run in {config.run.folder}, not {given}", is_first_rank())
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": own})})
+
+
+def _remedy(given: Path, run: Path) -> str:
+    own = model_of(run)
+    if own is None:
+        return "give the model that the run began with, or another run.name"
+    if own.resolve() == given.resolve():
+        return "restore the files of the run's model, or give another run.name"
+    return f"give the run's model, model.path={own}, or another run.name"
+
+
+def _check_checkpoint(config: Config) -> None:
+    run = config.run.folder
+    written = check_model(config, run)
+    if written is None:
+        return
     wanted = "a critic" if config.needs_critic else "no critic"
     found = "a critic" if "critic" in written.trainers else "no critic"
     if wanted != found:
         raise ConfigError(
-            f"algorithm.advantage={config.algorithm.advantage}: trains {wanted}, {path} holds {found}; "
-            "set algorithm as the run had it, or give another run.name"
+            f"algorithm.advantage={config.algorithm.advantage}: trains {wanted}, the newest checkpoint in "
+            f"{run} holds {found}; set algorithm as the run had it, or give another run.name"
         )
     if written.ledger is not None:
         serving.check_resumed(config, written.ledger)

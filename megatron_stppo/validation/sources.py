@@ -11,8 +11,7 @@ from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.validation import lora
 from megatron_stppo.validation.attempts import CONFIG
-from megatron_stppo.validation.checks import check_step
-from megatron_stppo.validation.run_folder import check_new
+from megatron_stppo.validation.run_folder import check_model, check_new, check_step, check_tokens
 
 RECORDS = {"rollouts": "trajectories", "batches": "dumps"}  # what is replayed, and its folder
 
@@ -27,6 +26,7 @@ def config_of(run: Path) -> Path:
 def check_replay(config: Config, records: str, run: Path, start: str | None) -> None:
     """Raise ConfigError unless the folder `run` has records to replay, and our folder is new."""
     check_source(config, "RUN_DIR", run, start)
+    check_tokens(config, "RUN_DIR", run)
     if records == "rollouts" and config.replays_rollout:
         raise ConfigError(
             "algorithm.routing_replay=rollout: trajectories/ does not contain the experts that the engine "
@@ -50,6 +50,8 @@ def check_audit(config: Config, run: Path) -> None:
         )
     if not any((run / RECORDS["rollouts"]).glob("iteration-*")):
         raise ConfigError(f"RUN_DIR={run}: trajectories/ holds no iteration to audit; choose another run")
+    check_model(config, run)
+    check_tokens(config, "RUN_DIR", run)
     if has_start(config):
         lora.check(config)
 
@@ -73,6 +75,7 @@ def check_pretraining(config: Config, run: Path) -> None:
         )
     if not any((run / RECORDS["rollouts"]).glob("iteration-*")):
         raise ConfigError(f"--critic={run}: holds no trajectories/ of a run; record some with `rollout`")
+    check_tokens(config, "--critic", run)
 
 
 def has_start(config: Config) -> bool:
@@ -98,5 +101,5 @@ def check_source(config: Config, field: str, source: Path, start: str | None) ->
     """
     if not source.is_dir():
         raise ConfigError(f"{field}={source}: no such folder; give a run's, such as runs/NAME")
-    check_step(source, "--start", start)
+    check_step(config, source, "--start", start)
     check_new(config)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_stppo.config.peft_folder import read_folder
 from megatron_stppo.data.demonstrations import Demonstration
+from megatron_stppo.data.text.tokenizer_files import digests
 from megatron_stppo.training.cold_start import as_batch, by_tokens
 from tests.ranks import run_ranks
 from tests.training import cold_step
@@ -96,5 +97,7 @@ def test_a_run_begins_with_the_adapters_of_a_cold_start_bit_for_bit(tmp_path: Pa
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    assert read_folder(tmp_path / "out").targets == ("q_proj", "v_proj", "down_proj")
+    written = read_folder(tmp_path / "out")
+    assert written.targets == ("q_proj", "v_proj", "down_proj")
+    assert digests(tmp_path / "hf").items() < written.recorded.items()
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == base

@@ -247,6 +247,9 @@ def test_a_critic_starts_from_a_model_of_the_actors_architecture(path: Path) -> 
     other.mkdir()
     (other / "config.json").write_text(json.dumps(shape | {"tie_word_embeddings": True}))
     check(load(path, [f"model.critic_path={other}"]), 2, "train")
+    Tokenizer(models.BPE({"a": 1, " ": 0}, [])).save(str(other / "tokenizer.json"))
+    found = refusal(path, [f"model.critic_path={other}"])
+    assert found.startswith(f"model.critic_path={other}: its tokenizer gives 2 of model.path's 2 tokens")
     (other / "config.json").write_text(json.dumps(shape | {"rope_theta": 1e6}))
     message = refusal(path, [f"model.critic_path={other}"])
     assert message.endswith(

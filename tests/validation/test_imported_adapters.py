@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron_stppo import __main__ as command_line
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load, validate
-from megatron_stppo.config.peft_folder import SETTINGS, TENSORS
+from megatron_stppo.config.peft_folder import PREFIX, SETTINGS, TENSORS
+from megatron_stppo.data.text.tokenizer_files import digests
 from megatron_stppo.validation import lora
 from tests.training.update.imported import WRITTEN, save, write_adapter
 
@@ -77,6 +79,18 @@ def test_what_reads_a_checkpoint_is_checked_without_the_folder(model: Path) -> N
     section = follows.model.lora
     assert (section.rank, section.alpha, section.path) == (2, begins.model.lora.alpha, None)
     assert section.targets == begins.model.lora.targets
+
+
+def test_an_adapter_that_was_trained_with_another_tokenizer_is_refused(model: Path) -> None:
+    adapter = model.with_name("adapter")
+    tensors = {PREFIX + key: tensor for key, tensor in write_adapter(adapter, model, r=2).items()}
+    save_file(tensors, adapter / TENSORS, digests(model))
+    config(model, adapter)
+    (model / "tokenizer.json").write_text("{}")
+    assert refused(model, adapter) == (
+        "model.lora.path=ADAPTER: was trained with another tokenizer than that of model.path=MODEL; give the "
+        "model that it was trained on, or another adapter"
+    )
 
 
 def test_the_folders_of_a_model_in_the_cache_of_hugging_face_have_its_name(model: Path) -> None:

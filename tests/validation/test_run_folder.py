@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config.file import load
-from megatron_stppo.validation import serving
-from megatron_stppo.validation.checks import check_step
-from megatron_stppo.validation.run_folder import check_new, check_resume, finished
+from megatron_stppo.data.text.tokenizer_files import digests
+from megatron_stppo.validation import attempts, serving
+from megatron_stppo.validation.run_folder import (
+    check_new,
+    check_resume,
+    check_step,
+    check_tokens,
+    finished,
+    with_own_model,
+)
 from megatron_stppo.validation.sources import check_left, check_replay, check_source
+from tests.validation.conftest import SHAPE
 
 # Of a checkpoint of an asynchronous run, in which 96 groups were trained on and 32 are open.
 BOOK = {"tasks": 64, "samples": 1, "first": 96, "next": 128, "trained": {}, "lengths": {}}
@@ -21,13 +32,13 @@ BOOK = {"tasks": 64, "samples": 1, "first": 96, "next": 128, "trained": {}, "len
 
 def test_a_missing_checkpoint_is_refused_with_the_existing_ones(path: Path) -> None:
     config = load(path)
-    check_step(config.run.folder, "checkpoint", None)
+    check_step(config, config.run.folder, "checkpoint", None)
     with pytest.raises(ConfigError, match="train first"):
-        check_step(config.run.folder, "checkpoint", "latest")
+        check_step(config, config.run.folder, "checkpoint", "latest")
     (config.run.folder / "checkpoints" / "step_4").mkdir(parents=True)
-    check_step(config.run.folder, "checkpoint", "step_4")
+    check_step(config, config.run.folder, "checkpoint", "step_4")
     with pytest.raises(ConfigError, match="step_4"):
-        check_step(config.run.folder, "checkpoint", "step_5")
+        check_step(config, config.run.folder, "checkpoint", "step_5")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +113,7 @@ def write_step(checkpoints: Path, step: int, **state: object) -> None:
         ({}, ""),
         (
             {"trainers": {"actor": []}},
-            r"algorithm.advantage=gae: trains a critic, .*step_4 holds no critic; set",
+            r"algorithm.advantage=gae: trains a critic, the newest .* holds no critic; set",
         ),
         (
             {"shape": {"hidden": 64, "max_positions": 1}},
@@ -136,6 +147,69 @@ def test_a_run_is_resumed_with_the_models_and_the_episodes_that_it_has(
         return check_resume(config)
     with pytest.raises(ConfigError, match=said):
         check_resume(config)
+
+
+def test_weights_of_a_run_are_not_combined_with_another_tokenizer_or_template(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    config, changed = load(path), load(path, [f"model.path={other}"])
+    run = config.run.folder
+    write_step(run / "checkpoints", 4, shape={"vocab": 1024}, tokenizer=digests(model))
+    attempts.record(config, 0)
+    checks = (
+        partial(check_step, changed, run, "checkpoint", "latest"),
+        partial(check_step, changed, run, "checkpoint", "step_4"),
+        partial(check_resume, changed),
+    )
+    for name, text, said in (
+        ("README.md", "", ""),
+        ("tokenizer_config.json", '{"chat_template": "not read beside chat_template.jinja"}', ""),
+        ("chat_template.jinja", "{{ messages[0] }}", "chat template differs"),
+        ("tokenizer.json", '{"version": "2"}', "tokenizer differs"),
+        ("generation_config.json", '{"eos_token_id": 1}', "end-of-text ids differs"),
+        ("config.json", json.dumps(SHAPE | {"vocab_size": 1088}), "vocab=1088"),
+    ):
+        shutil.copytree(model, other)
+        (other / name).write_text(text)
+        for check in checks:
+            if not said:
+                check()
+                continue
+            with pytest.raises(ConfigError, match=f"its {said}.*step_4.*; give the run's model, .*={model}"):
+                check()
+        shutil.rmtree(other)
+    (model / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"its tokenizer differs .*; restore the files of the run's model"):
+        check_resume(config)
+    assert not capsys.readouterr().err
+    shutil.rmtree(run / "checkpoints")
+    write_step(run / "checkpoints", 4, shape={})
+    check_resume(config)
+    assert "step_4: does not record its tokenizer, so that of model.path" in capsys.readouterr().err
+
+
+def test_a_runs_checkpoints_and_records_belong_to_the_model_that_it_had(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, other = load(path), tmp_path / "other"
+    given = [f"model.path={other}"]
+    changed, run = load(path, given), config.run.folder
+    assert with_own_model(changed, []) is changed, "there is no run"
+    check_tokens(changed, "RUN_DIR", run)
+    attempts.record(config, 0)
+    assert with_own_model(changed, []).model.path == tmp_path / "model"
+    assert f"model.path={tmp_path}/model, that of the run in {run}, not {other}" in capsys.readouterr().err
+    assert with_own_model(changed, given) is changed
+    assert with_own_model(config, []) is config
+    shutil.copytree(tmp_path / "model", other)
+    (other / "chat_template.jinja").write_text("{{ messages[0] }}")  # records have token ids
+    check_tokens(changed, "RUN_DIR", run)
+    Tokenizer(models.BPE({"a": 1, " ": 0}, [])).save(str(other / "tokenizer.json"))
+    with pytest.raises(ConfigError, match=f"other: its tokenizer gives 2 of RUN_DIR={run}'s 2 tokens"):
+        check_tokens(changed, "RUN_DIR", run)
+    (tmp_path / "model").rename(tmp_path / "moved")
+    assert with_own_model(changed, []) is changed
 
 
 def test_a_run_that_trained_episodes_out_of_their_order_is_not_resumed_colocated(path: Path) -> None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.config.peft_folder import PREFIX, TENSORS, read_folder
+from megatron_stppo.config.peft_folder import DIGEST, PREFIX, TENSORS, read_folder
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
@@ -57,7 +57,7 @@ def check_base(folder: Path, model: Path, shape: ModelShape) -> None:
     The adapters of convert to-peft and of the cold start have a hash of these weights, others have none.
     folder, model: of the adapter, of the weights. shape: that of the model. Collective, after load_peft.
     """
-    recorded = read_folder(folder).digest
+    recorded = read_folder(folder).recorded.get(DIGEST)
     if recorded and recorded != weights_digest(model, shape):
         raise ConfigError(
             f"model.lora.path={folder}: its adapter was trained on other weights than those in "

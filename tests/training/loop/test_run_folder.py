@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_stppo.config.file import load
+from megatron_stppo.data.text.tokenizer_files import chat_templates
 from tests.forking import stand_in
 from tests.training.loop import small_run
 
@@ -95,6 +96,7 @@ def test_ctrl_c_writes_a_checkpoint_and_a_resumed_run_reports_its_changes(config
     before = files(run)
     for other, said in (
         (f"model.path={config.parent / 'experts'}", "its experts=4, that of"),
+        (f"model.path={retold(config.parent / 'model')}", "its chat template differs from that of"),
         ("algorithm.preset=grpo", "algorithm.advantage=group: trains no critic"),
     ):
         refused = train(config, *name, "--resume", other, "rollout.samples_per_task=2")
@@ -120,6 +122,17 @@ def test_ctrl_c_writes_a_checkpoint_and_a_resumed_run_reports_its_changes(config
     of_attempts = [load(run / "configs" / f"attempt-{n}.yaml") for n in (1, 2)]
     assert [config.update.actor.lr for config in of_attempts] == [0.001, 0.002]
     assert (run / "config.yaml").read_text() == (run / "configs" / "attempt-2.yaml").read_text()
+    moved = train(run.rename(run.with_name("moved")) / "config.yaml", "--resume")
+    assert moved.returncode == 0 and f": step_{done + 1} is done" in moved.stderr
+    assert "megatron-stppo: --resume changes run.name: interrupted -> moved" in moved.stderr
+    assert not run.exists()
+
+
+def retold(model: Path) -> Path:
+    """Return a copy of a model with another chat template."""
+    other = shutil.copytree(model, model.with_name("retold"))
+    (other / "chat_template.jinja").write_text(chat_templates(model)["default"] + "{# #}")
+    return other
 
 
 def sharpened(model: Path) -> Path:
