@@ -16,7 +16,7 @@ memory of each is that of a process of its own. --rounds 0 only counts, and --pr
 a step instead.
 
 --trl adds TRL's GRPO on the same episodes, with so many trajectories per forward pass, in the environment of
-tools/benchmark_peers.py. Ours is then turn_grpo, which has no critic either; generation is left out of both.
+tools/benchmark_peers.py. Ours is then grpo, which has no critic either; generation is left out of both.
 Each round starts new processes of both in turn; the first iteration of a process is left out. The update is
 divided into --steps optimizer steps; with one, neither computes the old log-probs in a pass of its own.
 
@@ -119,7 +119,7 @@ class Case:
             "iteration": given.iteration,
             "model": str(output / model if model in SIZES else Path(model).resolve()),
             "budget": given.timed,
-            "preset": "turn_grpo" if given.trl else given.preset,
+            "preset": "grpo" if given.trl else given.preset,
             "steps": given.steps,
             "old_logprob": "auto" if given.trl else "score",
             "rounds": given.rounds,

@@ -41,7 +41,7 @@ SOURCES = {
     "algorithm/penalties": ["algorithm/penalties"],
     "algorithm/ratio": ["algorithm/ratio", "algorithm/surrogate", "algorithm/aggregation"],
     "algorithm/selection": ["algorithm/selection"],
-    "algorithm/step_memory": ["algorithm/correction", "algorithm/rate"],
+    "algorithm/step_memory": ["algorithm/rate"],
     "algorithm/surrogate": ["algorithm/surrogate"],
     "algorithm/vocabulary": ["ops/vocab_logprob", "ops/vocab_parallel"],
     "data/packing": ["data/packing", "data/routes", "data/exchange", "branches"],

@@ -28,10 +28,9 @@ from typing import Literal
 from torch import Tensor
 
 Estimator = Literal["coefficient", "logit"]
-Unit = Literal["mean", "sum", "relative", "running"]
+Unit = Literal["mean", "sum", "relative"]
 SMALLEST = 1e-30  # keeps a division by a norm finite
 MOST = 1e6  # largest ||C|| relative to the remaining gradient, also where clipping left none
-STEPS = 20  # of the running mean of gradient norms
 
 
 def squared_estimate(
@@ -71,27 +70,18 @@ def calibrated_norm(bias_sq: float, grad_sq: float, gradient_norm: float) -> flo
 
 
 def in_unit(
-    bias_norm: float,
-    unit: Unit,
-    *,
-    tokens: float,
-    weight: float = 1.0,
-    gradient_norm: float = 0.0,
-    running_norm: float = 0.0,
+    bias_norm: float, unit: Unit, *, tokens: float, weight: float = 1.0, gradient_norm: float = 0.0
 ) -> float:
     """Return ||C|| in the given unit.
 
     unit: "mean": as in the loss. "sum": for the loss as a sum over the minibatch's action tokens. "relative":
-    as a multiple of the norm of the remaining gradient, at most MOST. "running": as a multiple of that norm's
-    running mean, at most MOST.
+    as a multiple of the norm of the remaining gradient, at most MOST.
     tokens: number of action tokens of the minibatch. weight: sum of the loss's token weights, 1 if the loss
-    is a mean. gradient_norm: norm of the loss's gradient. running_norm: its running mean. Raises ValueError
-    for an unknown unit.
+    is a mean. gradient_norm: norm of the loss's gradient. Raises ValueError for an unknown unit.
 
     Example: a loss that is the mean over 4 trajectories of sums over 25 tokens each has 100 tokens and weight
     25, so the sum is 4 times the loss. Relative to a gradient of norm 2, ||C|| = 0.5 is 0.25; this does not
-    depend on the loss's scale. If the gradients of the steps before had norms near 1, its running unit is
-    near 0.5.
+    depend on the loss's scale.
     """
     if unit == "mean":
         return bias_norm
@@ -99,20 +89,7 @@ def in_unit(
         return bias_norm * tokens / weight if weight > 0 else 0.0
     if unit == "relative":
         return min(bias_norm / max(gradient_norm, SMALLEST), MOST)
-    if unit == "running":
-        return min(bias_norm / max(running_norm, SMALLEST), MOST)
-    raise ValueError(f"correction_unit={unit!r} is not known; choose mean, sum, relative or running")
-
-
-def running_mean(mean: float, count: int, value: float) -> float:
-    """Return the running mean with one more value: the mean of up to STEPS values, exponential after that.
-
-    mean, count: the running mean of `count` values before. The result is mean + (value - mean) / min(count +
-    1, STEPS).
-
-    Example: 4 and then 2 and 3 give 4, 3, 3. After many values of 1, a value of 21 gives 2.
-    """
-    return mean + (value - mean) / min(count + 1, STEPS)
+    raise ValueError(f"correction_unit={unit!r} is not known; choose mean, sum or relative")
 
 
 def correction_scale(bias_norm: float, clipped_tokens: float, floor: float) -> float:

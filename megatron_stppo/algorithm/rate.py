@@ -6,9 +6,6 @@ kl:        the factor falls where the policy is far from the old one, and rises 
            Rudin et al., arXiv 2109.11978 (the adaptive rate of rsl_rl), and KLAdaptiveLR of torchrl.
            Differences: the factor is never above 1, so that the configured rate is the highest one, and it
            is not below 0.01.
-ess:       sqrt(ESS / n), the effective sample size of n trajectories under their importance ratios. Source:
-           VCPO, arXiv 2602.17616. Difference: the ratios are to the old policy, which is the engine's only
-           with old_policy=behaviour, and VCPO's baseline is left out.
 
 A controller reads only numbers that are equal on every rank, and that are known before the step. Its state is
 in StepMemory.
@@ -16,14 +13,12 @@ in StepMemory.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron_stppo.algorithm.penalties import k3
-from megatron_stppo.algorithm.ratio import segment_sum
 
 FACTOR = 1.5  # by which `kl` changes the rate
 LOWEST = 0.01  # of the factor of `kl`
@@ -41,7 +36,6 @@ class RateInput:
     steps: int  # of an iteration
     last: float  # factor of the last step that was taken; 1 before the first
     kl: float | None  # of `kl`: what measured_kl returns
-    log_ratio_N: Callable[[], Tensor]  # float64, from trajectory_log_ratios; only `ess` calls it
     profile: Sequence[float] | None  # of `open_loop`: a factor for each step of an iteration
     target: float  # of `kl`, nats per token
     rises: bool = True  # of `kl`: whether this step may raise the factor, from may_rise
@@ -102,25 +96,11 @@ def may_rise(rise: str, index: int, steps: int, from_engine: bool) -> bool:
     return rise == "step" or index == measured_last
 
 
-def ess(given: RateInput) -> float:
-    """Return sqrt(ESS / n), ESS = (sum w)^2 / sum w^2, for the ratios w of n trajectories; 1 if n = 0.
-
-    Example: ratios 1 and 3: ESS = 16 / 10, the factor is sqrt(0.8). Equal ratios have the factor 1.
-    """
-    log_ratio_N = given.log_ratio_N()
-    if len(log_ratio_N) == 0:
-        return 1.0
-    weight_N = (log_ratio_N - log_ratio_N.max()).exp()  # at most 1: nothing overflows
-    share = float(weight_N.sum().square() / weight_N.square().sum()) / len(weight_N)
-    return min(math.sqrt(share), 1.0)  # above 1 only by rounding
-
-
 # algorithm.rate
 RATES: dict[str, Callable[[RateInput], float]] = {
     "constant": lambda given: 1.0,
     "open_loop": open_loop,
     "kl": kl,
-    "ess": ess,
 }
 
 
@@ -134,14 +114,3 @@ def capped_kl(logprob_T: Tensor, old_logprob_T: Tensor, live_T: Tensor) -> float
     """
     new_T, old_T = logprob_T[live_T].double(), old_logprob_T[live_T].double()
     return float(k3(old_T, new_T).clamp(max=MOST_KL).mean()) if len(new_T) else 0.0
-
-
-def trajectory_log_ratios(
-    logprob_T: Tensor, old_logprob_T: Tensor, live_T: Tensor, action_offsets: Tensor
-) -> Tensor:
-    """Return the sum of log pi - log pi_old over the live tokens of each trajectory that has one, float64.
-
-    live_T: bool [T]; other tokens may be NaN. action_offsets: [N+1], the trajectories.
-    """
-    delta_T = (logprob_T.double() - old_logprob_T.double()).masked_fill(~live_T, 0)
-    return segment_sum(delta_T, action_offsets)[segment_sum(live_T.double(), action_offsets) > 0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 
 @dataclass(frozen=True)
@@ -12,11 +14,14 @@ class StepMemory:
     A checkpoint contains them, so that a resumed run takes the same steps. A step that is skipped or held
     changes nothing.
 
-    Example: StepMemory() before the first step; StepMemory(2/3, 0.5, 1) after one step of norm 0.5 that
-    `rate: kl` has shortened.
+    Example: StepMemory() before the first step; StepMemory(2/3) after one that `rate: kl` has shortened.
     """
 
     rate_scale: float = 1.0  # the factor of algorithm.rate
-    norm_mean: float = 0.0  # running mean of gradient norms
-    norms: int = 0  # number of values in it
     kl_after: float = 0.0  # actor/kl_after of the last update in which a step was applied
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> Self:
+        """Return the memory that a checkpoint contains. Those of earlier versions have other fields too."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in written.items() if name in names})

@@ -9,19 +9,6 @@ docs/algorithms.md describes every field and gives the sources of the baselines.
 
 from typing import Any
 
-SAO = {
-    "correction": "off",
-    "rate": "constant",
-    "advantage": "gae",
-    "old_policy": "behaviour",
-    "select": "ratio",
-    "clip_low": 0.8,
-    "clip_high": 3.0,
-    "dual_clip": None,
-    "lam_length": 1.5,
-    "lam_critic": 1.0,
-}
-
 VARIANTS: dict[str, dict[str, Any]] = {
     "ppo": {"segments": "token", "correction": "off", "rate": "constant", "advantage": "gae"},
     "turn_ppo": {"segments": "turn", "correction": "off", "rate": "constant", "advantage": "gae"},
@@ -42,35 +29,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rate": "constant",
         "advantage": "gae",
     },
-    # s_ppo whose ||C|| is relative to the gradients of recent steps, not to that of its own step
-    "clipping_bias": {
-        "segments": "token",
-        "correction": "logit",
-        "correction_unit": "running",
-        "rate": "constant",
-        "advantage": "gae",
-    },
-    # ppo with a factor on the rate of every step
-    "open_loop": {
-        "segments": "token",
-        "correction": "off",
-        "rate": "open_loop",
-        "advantage": "gae",
-        "rate_profile": [1, 0.55, 0.54, 0.48, 0.24, 0.18, 0.16, 0.19],
-    },
     "kl": {"segments": "token", "correction": "off", "rate": "kl", "advantage": "gae"},
-    "ess": {"segments": "token", "correction": "off", "rate": "ess", "advantage": "gae"},
-    "select_turn": {
+    # ratios to the engine's policy; tokens outside the bounds leave, whatever the sign of the advantage
+    "sao": {
         "segments": "token",
         "correction": "off",
         "rate": "constant",
         "advantage": "gae",
-        "select": "turn",
+        "old_policy": "behaviour",
+        "select": "ratio",
+        "clip_low": 0.8,
+        "clip_high": 3.0,
+        "dual_clip": None,
+        "lam_length": 1.5,
+        "lam_critic": 1.0,
     },
-    # ratios to the engine's policy; tokens outside the bounds leave, whatever the sign of the advantage
-    "sao": {"segments": "token", **SAO},
-    # the same with one ratio per turn, whose bounds follow the length
-    "sao_turn": {"segments": "turn", **SAO},
     # grpo whose tokens leave by the change of their probability
     "dppo": {
         "segments": "token",
@@ -81,25 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "select_bound": 0.15,
         "dual_clip": None,
     },
-    # ppo whose Adam starts anew with every batch
-    "momentum_reset": {
-        "segments": "token",
-        "correction": "off",
-        "rate": "constant",
-        "advantage": "gae",
-        "momentum": "reset",
-    },
-    # ppo whose step count of Adam's bias correction starts at 0 with every batch; the moments stay
-    "momentum_clock": {
-        "segments": "token",
-        "correction": "off",
-        "rate": "constant",
-        "advantage": "gae",
-        "momentum": "clock",
-    },
     "grpo": {"segments": "token", "correction": "off", "rate": "constant", "advantage": "group"},
-    "turn_grpo": {"segments": "turn", "correction": "off", "rate": "constant", "advantage": "group"},
-    "s_grpo": {"segments": "token", "correction": "logit", "rate": "constant", "advantage": "group"},
     "so_grpo": {"segments": "turn", "correction": "logit", "rate": "constant", "advantage": "group"},
     # grpo plus the advantages of turns among those of the group that begin in the same state
     "gigpo": {
@@ -118,36 +73,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "clip_length_power": 0,  # its bounds are for whole sequences
         "clip_low": 3e-4,
         "clip_high": 4e-4,
-    },
-    # ratio, mask and return per turn, which IPA calls a chunk
-    "ipa": {
-        "segments": "turn",
-        "correction": "off",
-        "rate": "constant",
-        "advantage": "group_turn",
-        "gamma": 0.95,
-        "loss": "topr",
-        "clip_length_power": 0,
-        "clip_low": 1.0,
-        "clip_high": 0.0,
-        "dual_clip": None,
-        "mismatch": "mask",
-        "mismatch_level": "turn",
-        "mismatch_bound": 5.0,
-        "mismatch_lower": 0.0,
-    },
-    # gspo whose tokens have their own advantages
-    "gspo_token": {
-        "segments": "sequence",
-        "correction": "off",
-        "rate": "constant",
-        "advantage": "group",
-        "aggregation": "sequence_mean_token_mean",
-        "loss": "gspo_token",
-        "clip_length_power": 0,
-        "clip_low": 3e-4,
-        "clip_high": 4e-4,
-        "dual_clip": None,
     },
     # grpo whose ratio is a bounded constant
     "cispo": {
@@ -188,4 +113,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mismatch": "truncate",
         "mismatch_bound": 5.0,
     },
+}
+
+# Names that were presets: the fields that say the same, or None where the fields are gone too.
+FORMER: dict[str, dict[str, Any] | None] = {
+    "open_loop": {
+        "preset": "ppo",
+        "rate": "open_loop",
+        "rate_profile": [1, 0.55, 0.54, 0.48, 0.24, 0.18, 0.16, 0.19],
+    },
+    "sao_turn": {"preset": "sao", "segments": "turn"},
+    "turn_grpo": {"preset": "grpo", "segments": "turn"},
+    "s_grpo": {"preset": "grpo", "correction": "logit"},
+    **dict.fromkeys(
+        ("clipping_bias", "ess", "select_turn", "momentum_reset", "momentum_clock", "gspo_token", "ipa")
+    ),
 }

@@ -7,15 +7,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from megatron_stppo.algorithm.variants import VARIANTS
+from megatron_stppo.algorithm.variants import FORMER, VARIANTS
 from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config.section import Section
 
 Factor = Annotated[float, Field(ge=0)]
 GROUPED = ("group", "group_mean", "group_turn", "gigpo")  # they compare the episodes of a task
 ADVANTAGES = ("gae", "kl", *GROUPED)
-INSTEAD_OF_CLIPPING = ("ratio", "probability")  # values of `select`
-LOSSES = ("cispo", "gspo_token", "topr")  # the names in algorithm/losses.py, which imports torch
+LOSSES = ("cispo",)  # the names in algorithm/losses.py, which imports torch
+
+
+def _unknown(preset: Any) -> str:
+    """Return why `preset` is refused. Example: "preset='s_grpo' is gone; give {preset: grpo, ...}"."""
+    if isinstance(preset, str) and preset in FORMER:
+        fields = FORMER[preset]
+        shown = ", ".join(f"{name}: {value}" for name, value in (fields or {}).items())
+        remedy = f"give {{{shown}}}" if fields else f"so are its fields; choose from {sorted(VARIANTS)}"
+        return f"preset={preset!r} is gone; {remedy}"
+    remedy = did_you_mean(str(preset), VARIANTS, "'{}'") or f"choose from {sorted(VARIANTS)}"
+    return f"preset={preset!r} is not known; {remedy}"
 
 
 class AlgorithmConfig(Section):
@@ -68,11 +78,10 @@ class AlgorithmConfig(Section):
     correction_apply: Literal["gradient", "step"] = Field(
         "step", description="what the scale multiplies: the gradient, or the step's learning rate"
     )
-    correction_unit: Literal["mean", "sum", "relative", "running"] = Field(
+    correction_unit: Literal["mean", "sum", "relative"] = Field(
         "relative",
         description="mean: ||C|| of the loss; sum: of the sum over the minibatch's action tokens, which "
-        "grows with their number; relative: as a multiple of the norm of the remaining gradient; running: "
-        "as a multiple of the running mean of that norm",
+        "grows with their number; relative: as a multiple of the norm of the remaining gradient",
     )
     correction_strength: float = Field(10.0, gt=0, description="factor of ||C|| in the scale; 1 in the paper")
     correction_floor: float = Field(
@@ -83,23 +92,19 @@ class AlgorithmConfig(Section):
         description="report ||C|| by every estimator, and every step in steps.jsonl; training is the same, "
         "but a step that clips takes a second backward pass",
     )
-    select: Literal["all", "turn", "ratio", "probability"] = Field(
+    select: Literal["all", "ratio", "probability"] = Field(
         "all",
-        description="tokens in the surrogate. turn: without turns that are far from the old policy and would "
-        "be pushed further away. In place of clipping: ratio: without segments whose ratio is not inside the "
-        "clip bounds; probability: without tokens whose probability has changed by more than select_bound in "
-        "the direction of the advantage",
+        description="tokens in the surrogate. In place of clipping: ratio: without segments whose ratio is "
+        "not inside the clip bounds; probability: without tokens whose probability has changed by more than "
+        "select_bound in the direction of the advantage",
     )
     select_bound: float = Field(
-        0.04,
-        gt=0,
-        description="with select=turn: largest mean of (log ratio)^2 over the tokens of a turn; with "
-        "probability: largest change of a token's probability",
+        0.15, gt=0, description="with select=probability: largest change of a token's probability"
     )
-    rate: Literal["constant", "open_loop", "kl", "ess"] = Field(
+    rate: Literal["constant", "open_loop", "kl"] = Field(
         "constant",
         description="factor on the actor's learning rate of each optimizer step: 1; rate_profile; from the "
-        "KL divergence to the old policy; from the effective sample size of the trajectories' ratios",
+        "KL divergence to the old policy",
     )
     rate_profile: list[Factor] | None = Field(
         None, description="with rate=open_loop: a factor for each optimizer step of an iteration, in order"
@@ -110,11 +115,6 @@ class AlgorithmConfig(Section):
     rate_rise: Literal["step", "iteration"] = Field(
         "step",
         description="with rate=kl: whether every step may raise the factor, or one step of an iteration",
-    )
-    momentum: Literal["keep", "reset", "clock"] = Field(
-        "keep",
-        description="the actor's Adam at the start of each iteration's update: as it is; with moments and "
-        "step count set to 0; with the step count of its bias correction set to 0",
     )
     advantage: str = Field(
         "gae",
@@ -129,8 +129,7 @@ class AlgorithmConfig(Section):
     )
     loss: str | None = Field(
         None,
-        description="cispo, gspo_token, topr or MODULE:FUNCTION, in place of the clipped surrogate "
-        "(docs/algorithms.md)",
+        description="cispo or MODULE:FUNCTION, in place of the clipped surrogate (docs/algorithms.md)",
     )
     gae_level: Literal["token", "turn"] = Field("token", description="what one step of GAE is")
     gae_observations: bool = Field(
@@ -217,8 +216,7 @@ class AlgorithmConfig(Section):
             return given
         preset = given.get("preset", cls.model_fields["preset"].default)
         if not isinstance(preset, str) or preset not in VARIANTS:
-            remedy = did_you_mean(str(preset), VARIANTS, "'{}'") or f"choose from {sorted(VARIANTS)}"
-            raise ValueError(f"preset={preset!r} is not known; {remedy}")
+            raise ValueError(_unknown(preset))
         return {**VARIANTS[preset], **given}
 
     def named(self) -> str:
@@ -234,7 +232,7 @@ class AlgorithmConfig(Section):
     @property
     def clips(self) -> bool:
         """Whether the surrogate clips: no loss is in its place, and no selection in place of clipping."""
-        return self.loss is None and self.select not in INSTEAD_OF_CLIPPING
+        return self.loss is None and self.select == "all"
 
     @property
     def clip_bounds(self) -> tuple[float, float, float]:

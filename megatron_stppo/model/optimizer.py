@@ -107,18 +107,6 @@ class Trainer:
         self.updates += 1
         return True
 
-    def restart_clock(self) -> None:
-        """Let Adam's bias correction count steps from 0 again. Moments, counters and warm-up stay."""
-        self._set_adam_steps(0)
-
-    def forget_moments(self) -> None:
-        """Set Adam's moments to 0 and restart its clock, as in a new run. Counters and warm-up stay."""
-        for wrapped in self.optimizer.chained_optimizers:
-            for state in wrapped.optimizer.state.values():
-                for moment in MOMENTS:
-                    state[moment].zero_()
-        self.restart_clock()
-
     @property
     def chunks(self) -> list[TokenModel]:
         """The model chunks without megatron's data-parallel wrapper."""
@@ -163,7 +151,7 @@ class Trainer:
         """
         if state is not None:
             self.optimizer.load_state_dict(state)
-        self.updates, self.skipped, self.memory = updates, skipped, StepMemory(**(memory or {}))
+        self.updates, self.skipped, self.memory = updates, skipped, StepMemory.of(memory or {})
         self.iterations = iterations or self.iterations
         self.warmup = self._warmup() if iterations else warmup
         self._configure()

@@ -32,7 +32,6 @@ class ActionTokens:
     sum_p_sq_T: Tensor  # float32, sum of its squared probabilities
     rows_T: Tensor  # int64 on the host: rows of the Batch's T
     offsets: Tensor | None  # int64 into these tokens; None: every token is a segment
-    turns: Tensor | None  # the offsets of the turns, if the head was asked for them
 
 
 Terms = Callable[[ActionTokens], tuple[Tensor, Tensor]]  # returns (loss, record)
@@ -52,7 +51,6 @@ class PolicyHead:
     segments: Level  # a chunk never ends inside a segment of this level
     chunk: int  # rows of logits computed at a time; a longer segment is a larger chunk
     float32_logits: bool = False  # compute the logits of a bfloat16 model in float32, as the engine then does
-    turns: bool = False  # the loss needs the turns too; a chunk then does not end inside a turn either
 
     @classmethod
     def of(
@@ -65,12 +63,11 @@ class PolicyHead:
         chunk: int = ops.CHUNK,
         *,
         float32_logits: bool = False,
-        turns: bool = False,
     ) -> PolicyHead:
         """Return the head of a model, given its chunks with or without megatron's data-parallel wrapper."""
         last: Any = getattr(model[-1], "module", model[-1])
         weight = last.vocabulary_weight()
-        return cls(weight, mesh, vocab_size, temperature, segments, chunk, float32_logits, turns)
+        return cls(weight, mesh, vocab_size, temperature, segments, chunk, float32_logits)
 
     @classmethod
     def configured(
@@ -85,12 +82,11 @@ class PolicyHead:
             config.algorithm.segments,
             config.update.logit_rows,
             float32_logits=config.model.float32_logits(on_gpu),
-            turns=config.algorithm.select == "turn",
         )
 
     def logprob(self, hidden: Tensor, microbatch: Microbatch) -> Tensor:
         """Return the log-probs of the microbatch's action tokens, float32 [T], from hidden [T, H]."""
-        bounds, _, _ = self._chunks(hidden, microbatch)  # the same chunks as in loss(), for bit-equal results
+        bounds, _ = self._chunks(hidden, microbatch)  # the same chunks as in loss(), for bit-equal results
         logprob_T, _, _ = ops.linear_logprob(
             hidden, self._weight(), microbatch.target_T, bounds, **self._columns()
         )
@@ -104,37 +100,34 @@ class PolicyHead:
         """
         # Each rank of the tensor group computes the gradient from its own columns; the backward sums them.
         hidden = copy_to_tensor_model_parallel_region(hidden)
-        bounds, offsets, turns = self._chunks(hidden, microbatch)
-        following = zip(offsets, turns, strict=True)  # the op processes the chunks in order, once
+        bounds, offsets = self._chunks(hidden, microbatch)
+        following = iter(offsets)  # the op processes the chunks in order, once
 
         def of_chunk(chunk: ops.Chunk) -> tuple[Tensor, Tensor]:
             rows_T = microbatch.rows_T[chunk.first : chunk.last]
-            tokens = ActionTokens(chunk.logprob, chunk.entropy, chunk.sum_p_sq, rows_T, *next(following))
+            tokens = ActionTokens(chunk.logprob, chunk.entropy, chunk.sum_p_sq, rows_T, next(following))
             return terms(tokens)
 
         return ops.linear_loss(
             hidden, self._weight(), microbatch.target_T, bounds, of_chunk, **self._columns()
         )
 
-    def _chunks(
-        self, hidden: Tensor, microbatch: Microbatch
-    ) -> tuple[list[int], list[Tensor | None], list[Tensor | None]]:
-        """Return the bounds of the chunks of rows, and for each chunk the offsets of its segments (None:
-        every token is a segment) and of its turns (None: not wanted), relative to its start.
+    def _chunks(self, hidden: Tensor, microbatch: Microbatch) -> tuple[list[int], list[Tensor | None]]:
+        """Return the bounds of the chunks of rows, and for each chunk the offsets of its segments, relative
+        to its start (None: every token is a segment).
 
         Context-parallel ranks that share segments use the same chunks of segments, because they reduce sums
         chunk by chunk.
         """
-        uncut: Level = "turn" if self.turns and self.segments == "token" else self.segments
-        own, whole = _offsets(uncut, microbatch)
+        level, offsets = self.segments, (microbatch.turn_offsets, microbatch.action_offsets)
+        own = segment_offsets(level, *offsets)
+        whole = segment_offsets(level, microbatch.whole_turn_offsets, microbatch.whole_action_offsets)
         if own is None or whole is None:
             bounds = ops.chunk_bounds(None, len(hidden), self.chunk)
-            return bounds, [None] * (len(bounds) - 1), [None] * (len(bounds) - 1)
+            return bounds, [None] * (len(bounds) - 1)
         cuts = ops.chunk_bounds(whole, int(whole[-1]), self.chunk * self.mesh.context_size)
-        levels: set[Level] = {self.segments, "turn"} if self.turns else {self.segments}
-        parts = {level: _parts(*_offsets(level, microbatch), cuts, hidden.device) for level in levels}
-        bounds = own[_places(whole, cuts)].tolist()
-        return bounds, parts[self.segments], parts["turn"] if self.turns else [None] * (len(cuts) - 1)
+        places, moved = _places(whole, cuts), to_device(own, hidden.device)
+        return own[places].tolist(), [moved[a : b + 1] - moved[a] for a, b in pairwise(places.tolist())]
 
     def _weight(self) -> Tensor:
         assert self.weight is not None, "the last pipeline stage has the head"
@@ -150,24 +143,8 @@ class PolicyHead:
         }
 
 
-def _offsets(level: Level, microbatch: Microbatch) -> tuple[Tensor | None, Tensor | None]:
-    """Return the offsets of the segments of a level in this rank's share and in the whole microbatch."""
-    own = segment_offsets(level, microbatch.turn_offsets, microbatch.action_offsets)
-    return own, segment_offsets(level, microbatch.whole_turn_offsets, microbatch.whole_action_offsets)
-
-
 def _places(whole: Tensor, cuts: list[int]) -> Tensor:
     """Return the numbers of the segments that start at the cuts, positions in the whole microbatch."""
     at = torch.searchsorted(whole, torch.tensor(cuts), right=True) - 1
     at[0] = 0  # empty segments at the start belong to the first chunk
     return at
-
-
-def _parts(
-    own: Tensor | None, whole: Tensor | None, cuts: list[int], device: torch.device
-) -> list[Tensor | None]:
-    """Return the offsets of each chunk's segments, relative to its start, on the device; None for tokens."""
-    if own is None or whole is None:
-        return [None] * (len(cuts) - 1)
-    moved = to_device(own, device)
-    return [moved[a : b + 1] - moved[a] for a, b in pairwise(_places(whole, cuts).tolist())]

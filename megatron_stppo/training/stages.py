@@ -16,7 +16,6 @@ from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import rows_of
 from megatron_stppo.model.experts.routing import Record, recording, routed_layers
 from megatron_stppo.model.learner import Learner
-from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import logprobs, values
 from megatron_stppo.observe import rows
 from megatron_stppo.observe.describe import current_mismatch, mean_of
@@ -138,8 +137,6 @@ def update(
     if any_rank(bool(not_finite(batch))):
         batch = batch if batch.old_logprob_T is not None else _with_old(learner, batch, iteration)
         return _skipped(learner, *learner.trainers), None, batch
-    if not hold:
-        _MOMENTUM[a.momentum](actor)
     head, packer = learner.head(actor.model), learner.packer
     valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
     ratios, steps, distinct = Ratios(batch, a), list[dict[str, float]](), list[tuple[float, float]]()
@@ -176,14 +173,6 @@ def update(
         actor.memory = replace(actor.memory, kl_after=after)
     agreement = current_mismatch(batch, *_at_start(batch, ratios, config.old_logprob_source), iteration)
     return mean_of(steps) | ratios.row() | measured | agreement, ratios.last, batch
-
-
-# algorithm.momentum: what becomes of Adam's state when the steps on a new batch begin
-_MOMENTUM: dict[str, Callable[[Trainer], None]] = {
-    "keep": lambda actor: None,
-    "reset": Trainer.forget_moments,
-    "clock": Trainer.restart_clock,
-}
 
 
 def _at_start(batch: Batch, ratios: Ratios, source: str) -> tuple[Tensor, Tensor]:

@@ -8,10 +8,8 @@ from megatron_stppo.algorithm.correction import (
     calibrated_norm,
     correction_scale,
     in_unit,
-    running_mean,
     squared_estimate,
 )
-from megatron_stppo.algorithm.step_memory import StepMemory
 
 
 def test_without_clipping_the_step_is_not_scaled():
@@ -77,14 +75,12 @@ def test_a_step_of_which_everything_is_clipped_is_the_limit_of_steps_of_which_li
     assert calibrated_norm(1.0, 1e-30, 1e-3) == calibrated_norm(1.0, 0.0, 1e-3) == 1e3
 
 
-@pytest.mark.parametrize("unit", ["mean", "sum", "running"])
+@pytest.mark.parametrize("unit", ["mean", "sum"])
 def test_in_other_units_the_scale_does_not_return_to_1_where_nothing_is_left(unit: Unit) -> None:
     """The norm falls with what clipping leaves; before the clipping it was 0.1."""
     scales = []
     for rest in (1e-2, 1e-6, 1e-9, 0.0):
-        norm = in_unit(
-            calibrated_norm(1e-2, rest**2, rest), unit, tokens=1, gradient_norm=rest, running_norm=0.05
-        )
+        norm = in_unit(calibrated_norm(1e-2, rest**2, rest), unit, tokens=1, gradient_norm=rest)
         scales.append(correction_scale(10 * norm, 1, floor=0.0))
     assert scales == pytest.approx([scales[0]] * 4)
 
@@ -105,28 +101,6 @@ def test_relative_unit_is_a_multiple_of_the_remaining_gradient():
     assert correction_scale(in_unit(0.5, "relative", tokens=400, gradient_norm=0.1), 3, floor=1.0) == 0.2
 
 
-def test_the_running_mean_of_norms_is_their_mean_and_exponential_after_20():
-    memory = StepMemory()
-    for norm in (4.0, 2.0, 3.0):
-        memory = StepMemory(1.0, running_mean(memory.norm_mean, memory.norms, norm), memory.norms + 1)
-    assert memory.norm_mean == 3.0
-    assert running_mean(1.0, 19, 21.0) == running_mean(1.0, 1000, 21.0) == 2.0
-
-
-def test_in_the_running_unit_a_small_gradient_does_not_shut_the_step():
-    """Clipping takes half as much as it leaves: ||C|| = 0.5 and 0.05 with gradients of 1 and 0.1."""
-    for norm in (1.0, 0.1):
-        sizes = {"tokens": 4, "gradient_norm": norm, "running_norm": running_mean(1.0, 100, norm)}
-        relative = correction_scale(10 * in_unit(norm / 2, "relative", **sizes), 3, 1.0)
-        running = correction_scale(10 * in_unit(norm / 2, "running", **sizes), 3, 1.0)
-        assert relative == pytest.approx(1 / 5), "whatever the size of the gradient"
-        assert running == pytest.approx({1.0: 1 / 5, 0.1: 1.0}[norm])
-    assert in_unit(0.5, "running", tokens=4, running_norm=2.0) == 0.25
-    left = {"tokens": 4, "gradient_norm": 1e-3, "running_norm": 1.0}
-    assert in_unit(0.2, "relative", **left) == pytest.approx(200), "clipping left almost nothing"
-    assert in_unit(0.2, "running", **left) == pytest.approx(0.2)
-
-
 def test_the_scale_falls_to_zero_with_the_remaining_gradient():
     # ||C|| = 1 and a remaining gradient: the scale falls with it, and is practically 0 if it is 0.
     left = [1.0, 0.1, 1e-3, 1e-5, 1e-9, 0.0]
@@ -139,7 +113,7 @@ def test_the_scale_falls_to_zero_with_the_remaining_gradient():
 
 
 def test_without_a_norm_to_compare_with_the_size_is_the_largest_one():
-    assert in_unit(0.5, "relative", tokens=4) == in_unit(0.5, "running", tokens=4) == 1e6
+    assert in_unit(0.5, "relative", tokens=4) == 1e6
 
 
 @pytest.mark.parametrize("name", ["coefficient", "logit"])

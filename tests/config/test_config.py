@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.algorithm.variants import VARIANTS
+from megatron_stppo.algorithm.variants import FORMER, VARIANTS
 from megatron_stppo.config import AlgorithmConfig, Config, ConfigError
 from megatron_stppo.config.file import load
 
@@ -110,7 +110,7 @@ def test_a_field_beside_a_preset_overrides_it(tmp_path: Path) -> None:
     assert (mixed.segments, mixed.correction) == ("turn", "logit")
 
 
-@pytest.mark.parametrize("name", ["kl", "grpo", "open_loop", "gspo", "st_ppo"])
+@pytest.mark.parametrize("name", ["kl", "grpo", "gspo", "st_ppo"])
 def test_another_preset_replaces_what_a_dumped_configuration_has_from_its_own(
     name: str, tmp_path: Path
 ) -> None:
@@ -181,9 +181,7 @@ def test_the_papers_form_is_st_ppo_and_eight_settings(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "power"), [("st_ppo", 1), ("turn_ppo", 1), ("so_grpo", 1), ("turn_grpo", 1), ("gspo", 0)]
-)
+@pytest.mark.parametrize(("name", "power"), [("st_ppo", 1), ("turn_ppo", 1), ("so_grpo", 1), ("gspo", 0)])
 def test_bounds_of_turns_follow_their_length_and_those_of_gspo_do_not(name: str, power: int) -> None:
     assert AlgorithmConfig(preset=name).clip_length_power == power
 
@@ -216,6 +214,20 @@ def test_a_preset_equals_its_fields_set_one_by_one(name: str, tmp_path: Path) ->
     assert by_name.needs_critic == (VARIANTS[name]["advantage"] == "gae")
 
 
+@pytest.mark.parametrize("name", FORMER)
+def test_a_preset_that_is_gone_is_given_as_fields_or_named_as_gone(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^algorithm: preset='{name}' is gone; ") as refusal:
+        load(minimal(tmp_path), [f"algorithm.preset={name}"])
+    fields = FORMER[name]
+    if fields is None:
+        assert "; so are its fields; choose from ['cispo', " in str(refusal.value)
+        return
+    recipe = str(refusal.value).partition("; give ")[2]
+    given = load(minimal(tmp_path), [f"algorithm={recipe}"]).algorithm
+    assert {field: getattr(given, field) for field in fields} == fields
+    assert f"`{recipe}`" in (EXAMPLES.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
 def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> None:
     config = Config.model_validate(
         {
@@ -243,7 +255,7 @@ def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> N
         ),
         ("algorithm.aggregation_length=9", ["aggregation_length=9", "the other aggregations take none"]),
         ("algorithm.rate=open_loop", ["rate_profile=None", "needs a factor for each optimizer step"]),
-        ("algorithm={preset: open_loop, rate: kl}", ["rate_profile=[1.0, 0.55,", "rate='kl'", "give null"]),
+        ("algorithm={rate: kl, rate_profile: [1, 0.5]}", ["rate_profile=[1.0, 0.5]", "give null"]),
         ("algorithm={preset: grpo, gae_observations: true}", ["advantage='group'", "choose 'gae'"]),
         ("algorithm.turn_weight=2", ["turn_weight=2.0 with advantage='gae'", "set advantage=gigpo"]),
         ("algorithm.mismatch_lower=0.5", ["mismatch_lower=0.5 with mismatch='off'", "set mismatch=mask"]),

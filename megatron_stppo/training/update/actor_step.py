@@ -25,18 +25,10 @@ from megatron_stppo.algorithm.correction import (
     calibrated_norm,
     correction_scale,
     in_unit,
-    running_mean,
 )
 from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
-from megatron_stppo.algorithm.rate import (
-    RATES,
-    RateInput,
-    capped_kl,
-    may_rise,
-    measured_kl,
-    trajectory_log_ratios,
-)
+from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, may_rise, measured_kl
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.algorithm.selection import leaving
 from megatron_stppo.algorithm.step_memory import StepMemory
@@ -130,9 +122,9 @@ class ActorLoss:
         weight_T, advantage_T = self.at(tokens, self.weight_T), self.at(tokens, self.batch.advantage_T)
         group = self.head.mesh.context_group if self.head.mesh.context_size > 1 else None
         if a.select != "all":
-            columns = (tokens.logprob_T, old_T, advantage_T, weight_T, tokens.offsets, tokens.turns)
             add_up = partial(dist.all_reduce, group=group) if group is not None else lambda sums: None
-            advantage_T = advantage_T.masked_fill(leaving(a, *columns, add_up), 0)
+            left_T = leaving(a, tokens.logprob_T, old_T, advantage_T, tokens.offsets, add_up)
+            advantage_T = advantage_T.masked_fill(left_T, 0)
         if self.own is not None:
             return own_surrogate(self.own, tokens.logprob_T, old_T, advantage_T, weight_T, tokens.offsets)
         clip_low, clip_high, power = a.clip_bounds
@@ -187,8 +179,7 @@ def actor_step(
     bias_norms, bias_norm, scale = dict.fromkeys(_estimators(a), 0.0), 0.0, 1.0
     weight = float(loss.weight_T.double().sum())
     memory = actor.memory
-    running = running_mean(memory.norm_mean, memory.norms, norm)
-    sizes = {"tokens": tokens, "weight": weight, "gradient_norm": norm, "running_norm": running}
+    sizes = {"tokens": tokens, "weight": weight, "gradient_norm": norm}
     if finite and sums["clipped"] > 0:
         bias_norms = {
             name: in_unit(value, a.correction_unit, **sizes)
@@ -208,7 +199,7 @@ def actor_step(
     moved = stepped and not hold
     acts = sums["clipped"] > 0 or scale != 1 or factor != 1 or ratios.selected < 1
     if moved:
-        actor.memory = StepMemory(factor, running, memory.norms + 1, memory.kl_after)
+        actor.memory = StepMemory(factor, memory.kl_after)
     metrics = {
         "actor/objective": sums["objective"],
         "actor/entropy": sums["entropy"] * per_weight,
@@ -240,10 +231,7 @@ def _rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, index: int,
     from_engine = a.old_policy == "behaviour"
     kl = measured_kl(to_old, memory.kl_after, index, steps, from_engine)
     rises = may_rise(a.rate_rise, index, steps, from_engine)
-    log_ratio_N = partial(trajectory_log_ratios, ratios.logprob_T, old_T, ratios.live_T, batch.action_offsets)
-    return RATES[a.rate](
-        RateInput(index, steps, memory.rate_scale, kl, log_ratio_N, a.rate_profile, a.rate_kl, rises)
-    )
+    return RATES[a.rate](RateInput(index, steps, memory.rate_scale, kl, a.rate_profile, a.rate_kl, rises))
 
 
 def _estimators(a: AlgorithmConfig) -> tuple[str, ...]:

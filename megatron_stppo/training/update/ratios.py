@@ -55,9 +55,8 @@ class StepRatios:
         delta_S, count_S = segment_deltas(logprob_T, old_T, offsets)
         exact_S, _ = ratio_of(delta_S, count_S, a.pooling)
         compared_S = compared(exact_S, count_S, a.clip_length_power, logprob_T.dtype)
-        left_T = leaving(a, logprob_T, old_T, advantage_T, weight_T, offsets, batch.turn_offsets)
-        in_T = weight_T.masked_fill(left_T, 0)
-        clipped_T = clipped(compared_S, advantage_T, in_T, offsets, a.clip_low, a.clip_high)
+        left_T = leaving(a, logprob_T, old_T, advantage_T, offsets)
+        clipped_T = clipped(compared_S, advantage_T, weight_T, offsets, a.clip_low, a.clip_high)
         if not a.clips:
             clipped_T = torch.zeros_like(clipped_T)
         ratio_S, chosen_T = exact_S.to(logprob_T.dtype), chosen_tokens(batch, chosen)

@@ -105,9 +105,3 @@ def test_the_study_has_the_published_differences(name: str) -> None:
     for label, (middle, half, p) in PUBLISHED[name].items():
         assert shown[label].effect == pytest.approx((middle, half), abs=6e-4), label
         assert max(shown[label].p, 0.001) == pytest.approx(p, abs=6e-4), label
-
-
-def test_contrasts_of_the_study_across_two_machines_are_refused() -> None:
-    given = load(STUDY / "search.yaml")
-    refused = {one.family.family for one in contrasts(given, results.read(STUDY)) if one.refused}
-    assert refused == {"Other algorithms, over five learning rates"}

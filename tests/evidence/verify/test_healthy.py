@@ -33,6 +33,7 @@ LAYOUTS = {
 }
 MIXTURES = ("qwen3_moe", "mixtral", "qwen3_5_moe", "gpt_oss")
 ONE, ADAPTERS = ("parallel.tensor=1",), ("model.lora.rank=4",)
+FACTORS = ("algorithm.rate=open_loop", "algorithm.rate_profile=[1,0.5,0.5,1]")
 SERVED = (*ONE, "serving.replicas=1")
 RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, overrides)}
     **{f"{family}": (1, family, ONE) for family in FAMILIES},
@@ -46,9 +47,9 @@ RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, 
     **{
         name: (1, "qwen3", (*ONE, f"algorithm.preset={name}", "rollout.samples_per_task=4"))
         for name in VARIANTS
-        if name not in ("distil", "open_loop")  # the first needs a teacher
+        if name != "distil"  # it needs a teacher
     },
-    "open_loop": (1, "qwen3", (*ONE, "algorithm.preset=open_loop", "update.minibatches=4")),
+    "fixed factors of the rate": (1, "qwen3", (*ONE, *FACTORS)),
     **{f"layout {name}": (2, "qwen3", given) for name, given in LAYOUTS.items()},
     "expert parallelism": (2, "qwen3_moe", (*ONE, "parallel.expert=2")),
     "recomputation": (1, "qwen3", (*ONE, "model.recompute=full")),

@@ -11,7 +11,7 @@ from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.evidence.verify import resume as module
 from megatron_stppo.evidence.verify.resume import Snapshot, resume
 from megatron_stppo.evidence.verify.stage import Stage
-from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.optimizer import MOMENTS, Trainer
 from megatron_stppo.training import colocated
 from tests.evidence.verify import staged
 from tests.ranks import run_ranks
@@ -23,7 +23,11 @@ def fresh_moments(mp: pytest.MonkeyPatch) -> None:
 
     def fresh(self: Trainer, *given: Any) -> None:
         real(self, *given)
-        self.forget_moments()
+        for part in self.optimizer.chained_optimizers:
+            for state in part.optimizer.state.values():
+                for moment in MOMENTS:
+                    state[moment].zero_()
+        self._set_adam_steps(0)
 
     mp.setattr(Trainer, "restore", fresh)
 

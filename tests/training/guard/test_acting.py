@@ -59,7 +59,6 @@ def test_a_mechanism_that_has_acted_once_is_named_when_it_stops() -> None:
         ("st_ppo", CLIPPED, "the correction changed no step of the last 10 iterations; it acts only where"),
         ("kl", CLIPPED, "the controller algorithm.rate changed no step of the last 10 iterations; raise"),
         ("sao", IDLE, "the selection took nothing out of any step of the last 10 iterations; raise"),
-        ("select_turn", CLIPPED, "the selection took nothing out of any step"),
         (
             "turn_ppo",
             CLIPPED | {"critic/explained_variance": -0.1},
@@ -80,7 +79,6 @@ def test_each_is_named_with_what_to_change(preset: str, row: dict[str, Any], tex
         ("st_ppo", ([CORRECTED] + [IDLE] * 9) * 3),
         ("st_ppo", [{"actor/skipped": 1.0}] * 30),  # a refused update has no other columns
         ("sao", [SELECTED] * 30),
-        ("sao_turn", [SELECTED] * 30),
         ("dppo", [SELECTED] * 30),
         ("cispo", [{k: v for k, v in IDLE.items() if k != "actor/acted_share"}] * 30),
         ("grpo", [{k: v for k, v in CLIPPED.items() if not k.startswith("critic")}] * 30),

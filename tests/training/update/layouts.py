@@ -204,7 +204,7 @@ def steps(
         if mesh.is_last_stage:
             for trainer in (critic, second):
                 trainer.chunks[-1].output_layer.weight.data.copy_(value_head(shape.hidden))
-        head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments, turns=a.select == "turn")
+        head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
         if budget != budgets[0]:
             head = replace(head, chunk=5)  # rows: whole turns only
         own_T = logprobs(actor.model, head, batch(), packer, [chosen])

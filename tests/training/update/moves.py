@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megatron_stppo.cluster.launch import process
 from tests.training.update.layouts import SETTINGS
 
 
-def moves(model: str, distributed: bool, cases: dict[str, list[Any]]) -> dict[str, list[float]]:
+def moves(
+    model: str, distributed: bool, cases: dict[str, list[tuple[float, float]]]
+) -> dict[str, list[float]]:
     """Return {name: the distance that each step moves a weight, in units of the learning rate}.
 
-    An entry of a case is (gradient of every weight, scale of the step's rate), or the name of a method of
-    Trainer that is called between two steps. The rate warms up over 8 steps: the n-th step has n / 8 of it.
+    An entry of a case is (gradient of every weight, scale of the step's rate). The rate warms up over 8
+    steps: the n-th step has n / 8 of it.
     """
     process.prepare(engine=False)
     import torch
@@ -31,11 +32,7 @@ def moves(model: str, distributed: bool, cases: dict[str, list[Any]]) -> dict[st
         actor = build.trainer("actor", shape, config, mesh, torch.float32)
         actor.warmup, moved = 8, []
         weights = [p for chunk in actor.chunks for p in chunk.parameters()]
-        for entry in entries:
-            if isinstance(entry, str):
-                getattr(actor, entry)()
-                continue
-            gradient, scale = entry
+        for gradient, scale in entries:
             actor.zero()
             for weight in weights:
                 weight.main_grad.fill_(gradient)

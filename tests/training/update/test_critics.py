@@ -68,7 +68,7 @@ def test_a_run_begins_with_the_weights_and_the_value_head_of_critic_path(tmp_pat
 @pytest.mark.parametrize(
     ("update", "preset", "problem"),
     [
-        ({"critic_only": 2}, "turn_grpo", "update.critic_only=2 with algorithm.advantage=group"),
+        ({"critic_only": 2}, "grpo", "update.critic_only=2 with algorithm.advantage=group"),
         ({"critic_steps": 2}, "grpo", "update.critic_steps=2 with algorithm.advantage=group"),
         (
             {"critic": {"frozen_attention": True}},

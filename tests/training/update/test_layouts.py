@@ -29,7 +29,6 @@ ST_PPO = {
     "correction_unit": "mean",
     "correction_strength": 1,
     "correction_probe": True,
-    "rate": "ess",
 }
 # (family, ranks, parallel:, whether optimizer states, and so gradients, are sharded)
 CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
@@ -183,7 +182,6 @@ def _actor(
         "actor/clipping_bias_gradient": bias_norm,
         **{f"actor/clipping_bias_{name}": norm for name, norm in free.items()},
         "actor/correction_scale": 1 / max(1, bias_norm),
-        "actor/rate_scale": math.sqrt(_effective_share(logprob_T.detach() - old_T, given)),
         **{f"actor/clip_fraction_turn_{name}": out / of for name, (out, of) in by_turn.items()},
         "actor/ratio_p1": min(ratios),  # of fewer than 100
         "actor/ratio_p50": sorted(ratios)[math.ceil(len(ratios) / 2) - 1],
@@ -191,13 +189,6 @@ def _actor(
         "actor/ratio_max": max(ratios),
         "logprob_T": logprob_T.detach(),
     }
-
-
-def _effective_share(log_ratio_T: torch.Tensor, given: Any) -> float:
-    """Return ESS / n of the live trajectories."""
-    bounds = itertools.pairwise(given.action_offsets.tolist())
-    weights = [float(log_ratio_T[a:b].sum().exp()) for n, (a, b) in enumerate(bounds) if given.live_N[n]]
-    return sum(weights) ** 2 / sum(weight**2 for weight in weights) / len(weights)
 
 
 def _turn_names(given: Any, first: int) -> list[str]:
@@ -305,40 +296,13 @@ def _same_weights(model: Path, folder: Path) -> None:
     assert apart < 2e-3 * moved
 
 
-def test_turns_leave_the_surrogate_also_where_ranks_share_them(tmp_path: Path) -> None:
-    """One rank, and two ranks that share turns; with small microbatches, and with chunks of
-    5 rows. The batch's old log-probs are offsets from the policy's own: minus them are the log-ratios."""
-    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
-    algorithm = {"preset": "select_turn", "select_bound": 0.3, "entropy_coefficient": 0, "kl_coefficient": 0}
-    given = ((24, 1000), False, algorithm)
-    one = run_ranks(layouts.steps, 1, str(tmp_path / "hf"), {}, *given, str(tmp_path / "one"))
-    two = run_ranks(layouts.steps, 2, str(tmp_path / "hf"), {"context": 2}, *given, str(tmp_path / "two"))
-    numbers = [numbers for results in (*one, *two) for numbers, _, _ in results]
-    batch = layouts.batch()
-    tokens, kept, clipped, objective = int(batch.live_T.sum()), 0, 0, 0.0
-    for first, last in itertools.pairwise(batch.turn_offsets.tolist()):
-        logs, advantages = -batch.old_logprob_T[first:last].double(), batch.advantage_T[first:last].double()
-        if not batch.live_T[first] or (logs.square().mean() > 0.3 and logs.sum() * advantages.sum() > 0):
-            continue
-        ratios = logs.exp()
-        kept += last - first
-        clipped += int(((advantages > 0) & (ratios > 1.2) | (advantages < 0) & (ratios < 0.8)).sum())
-        objective += float(torch.minimum(ratios * advantages, ratios.clamp(0.8, 1.2) * advantages).sum())
-    assert 0.2 < kept / tokens < 0.8 and 0 < clipped
-    for own in numbers:
-        assert own["actor/selected"] == kept / tokens
-        assert own["actor/clip_fraction"] == pytest.approx(clipped / tokens)
-        assert own["actor/objective"] == pytest.approx(objective / tokens, rel=1e-4)
-        assert own["actor/gradient_norm"] == pytest.approx(numbers[0]["actor/gradient_norm"], rel=1e-4)
-
-
-@pytest.mark.parametrize(("preset", "low", "high"), [("sao", 0.3, 0.5), ("sao_turn", 0.8, 3)])
+@pytest.mark.parametrize(("segments", "low", "high"), [("token", 0.3, 0.5), ("turn", 0.8, 3)])
 def test_segments_outside_the_bounds_leave_the_surrogate_and_the_others_are_not_clipped(
-    preset: str, low: float, high: float, tmp_path: Path
+    segments: str, low: float, high: float, tmp_path: Path
 ) -> None:
     """On one rank, and on two that share turns."""
     layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
-    algorithm = {"preset": preset, "entropy_coefficient": 0, "kl_coefficient": 0}
+    algorithm = {"preset": "sao", "segments": segments, "entropy_coefficient": 0, "kl_coefficient": 0}
     algorithm |= {"clip_low": low, "clip_high": high}
     given = ((24, 1000), False, algorithm)
     one = run_ranks(layouts.steps, 1, str(tmp_path / "hf"), {}, *given, str(tmp_path / "one"))
@@ -346,7 +310,7 @@ def test_segments_outside_the_bounds_leave_the_surrogate_and_the_others_are_not_
     numbers = [numbers for results in (*one, *two) for numbers, _, _ in results]
     batch = layouts.batch()
     tokens, kept, objective = int(batch.live_T.sum()), 0, 0.0
-    ends = batch.turn_offsets.tolist() if preset == "sao_turn" else range(len(batch.live_T) + 1)
+    ends = batch.turn_offsets.tolist() if segments == "turn" else range(len(batch.live_T) + 1)
     for first, last in itertools.pairwise(ends):
         ratio = float((-batch.old_logprob_T[first:last].double()).mean().exp())
         length = last - first

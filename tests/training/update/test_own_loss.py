@@ -65,8 +65,6 @@ def test_tokens_of_failed_trajectories_alone_add_nothing() -> None:
     "algorithm",
     [
         {"preset": "cispo"},
-        {"preset": "gspo_token"},
-        {"preset": "ipa"},
         {"preset": "dppo", "select_bound": 1e-3},
     ],
     ids=lambda given: given["preset"],

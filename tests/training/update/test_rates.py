@@ -16,22 +16,15 @@ from tests.training.update import layouts, rates
 
 
 def test_steps_that_change_nothing_leave_no_memory_and_a_resumption_is_bitwise(tmp_path: Path) -> None:
-    """Three of the first iteration's four steps measure a KL divergence above twice the target.
-
-    The running mean of fewer than 20 gradient norms is their mean.
-    """
+    """Three of the first iteration's four steps measure a KL divergence above twice the target."""
     layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
-    algorithm = {"preset": "clipping_bias", "rate": "kl", "rate_kl": 1e-3, "momentum": "clock"}
+    algorithm = {"preset": "s_ppo", "rate": "kl", "rate_kl": 1e-3}
     ((rows, memories),) = run_ranks(rates.resumed, 1, str(tmp_path / "hf"), str(tmp_path), algorithm)
     first, skipped, held, last, again = rows
     scales = [memory.rate_scale for memory in memories]
     assert scales[0] == pytest.approx(1.5**-3), rows[0]
     assert scales[0] == scales[1] == scales[2] > scales[3] == scales[4]
     assert last == again
-    norms = [row["actor/gradient_norm"] for row in (first, last)]
-    assert [memory.norms for memory in memories] == [4, 4, 4, 8, 8]
-    assert memories[2].norm_mean == pytest.approx(norms[0])
-    assert memories[4].norm_mean == pytest.approx(sum(norms) / 2)
     assert 0 < first["actor/correction_scale"] < 1
     assert (skipped["actor/skipped"], skipped["actor/effective_lr"], skipped["actor/kl_after"]) == (1, 0, 0)
     assert memories[0].kl_after == memories[2].kl_after == first["actor/kl_after"] > 0
@@ -48,7 +41,7 @@ def test_the_steps_that_may_raise_the_factor_are_those_of_the_configuration(
     monkeypatch.setitem(RATES, "kl", lambda one: given.append(one) or 1.0)  # type: ignore[func-returns-value]
     algorithm = AlgorithmConfig.model_validate({"preset": "kl", "rate_rise": rise})
     one_T = torch.zeros(1)
-    batch = SimpleNamespace(old_logprob_T=one_T - 0.1, action_offsets=torch.tensor([0, 1]))
+    batch = SimpleNamespace(old_logprob_T=one_T - 0.1)
     loss: Any = SimpleNamespace(algorithm=algorithm, batch=batch)
     ratios: Any = SimpleNamespace(logprob_T=one_T, live_T=torch.ones(1, dtype=torch.bool))
     actor: Any = SimpleNamespace(memory=StepMemory())

@@ -84,15 +84,15 @@ def test_steps_of_an_iteration_count_with_the_tokens_that_they_had() -> None:
 
 
 def test_turns_that_leave_the_surrogate_are_not_selected_and_not_clipped() -> None:
-    """Turns of 2 and 1 tokens, A = 1. The log-ratios of the first are 0.3, and 0.09 is their square."""
-    given, a = batch((2, 1)), AlgorithmConfig(preset="select_turn", select_bound=0.04)
-    logprob_T = torch.tensor([0.3, 0.3, 0.3 / 2])
+    """Turns of 2 and 1 tokens, A = 1, with ratios of e^0.3 and e^0.1; both would be clipped."""
+    given, a = batch((2, 1)), AlgorithmConfig(preset="sao", segments="turn", clip_high=0.2)
+    logprob_T = torch.tensor([0.3, 0.3, 0.1])
     step = StepRatios.of(given, logprob_T, torch.ones(3), [0], a)
     assert step.left_T.tolist() == [True, True, False] and not step.clipped_T.any()
     assert step.selected == pytest.approx(1 / 3)
     assert StepRatios.of(given, logprob_T, torch.zeros(3), [0], a).selected == 1
     own = StepRatios.of(replace(given, old_logprob_T=None), logprob_T, torch.ones(3), [0], a)
-    assert own.ratio_S.tolist() == [1, 1, 1] and own.selected == 1, "this policy is the old one"
+    assert own.ratio_S.tolist() == [1, 1] and own.selected == 1, "this policy is the old one"
 
 
 def test_without_a_step_nothing_is_reported() -> None:
