@@ -31,7 +31,7 @@ from mutations import ROOT, Mutant, mutants
 
 PACKAGE = "megatron_stppo"
 ARGUED, RESULTS = ROOT / "tests" / "mutants.txt", ROOT / "build" / "mutants.jsonl"
-STEPS = ("applied", "rates", "faults", "layouts::test_turns_leave_the_surrogate_also_where_ranks_share_them")
+STEPS = ("applied", "rates", "faults", "layouts::test_segments_outside_the_bounds_leave_the_surrogate")
 # Source: the tests that guard it, those that are fast first. Both without `test_` and `.py`. Left out are
 # algorithm/variants.py, a table of settings, and algorithm/own.py, whose numbers are a test's.
 SOURCES = {

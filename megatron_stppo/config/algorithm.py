@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from megatron_stppo.algorithm.variants import FORMER, VARIANTS
 from megatron_stppo.base.printing import did_you_mean
-from megatron_stppo.config.section import Section
+from megatron_stppo.config.section import Rule, Section
 
 Factor = Annotated[float, Field(ge=0)]
 GROUPED = ("group", "group_mean", "group_turn", "gigpo")  # they compare the episodes of a task
 ADVANTAGES = ("gae", "kl", *GROUPED)
 LOSSES = ("cispo",)  # the names in algorithm/losses.py, which imports torch
+# {field: (another field, the value of it with which alone the first has an effect)}
+ONLY_WITH = {
+    "mismatch_lower": ("mismatch", "mask"),
+    "turn_weight": ("advantage", "gigpo"),
+    "rate_rise": ("rate", "kl"),
+}
 
 
 def _unknown(preset: Any) -> str:
@@ -249,130 +256,90 @@ class AlgorithmConfig(Section):
         """Whether `advantage` names a function of the user."""
         return ":" in self.advantage
 
-    @field_validator("advantage")
-    @classmethod
-    def _advantage_known(cls, given: str) -> str:
-        if given not in ADVANTAGES and ":" not in given:
-            remedy = did_you_mean(given, ADVANTAGES, "'{}'") or "it is none of these, nor MODULE:FUNCTION"
-            raise ValueError(f"advantage={given!r} is not known; choose {', '.join(ADVANTAGES)}; {remedy}")
-        return given
-
-    @model_validator(mode="after")
-    def _only_clipping_is_corrected(self) -> AlgorithmConfig:
-        probed = self.correction_probe and self.loss is not None
-        if not self.clips and (self.correction != "off" or probed):
-            used = f"select={self.select!r}" if self.loss is None else f"loss={self.loss}"
-            raise ValueError(
-                f"correction={self.correction!r} with {used}: the correction is for what clipping removes, "
-                "and this is in place of clipping; set correction to off and correction_probe to false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _named_losses_have_no_other_bounds(self) -> AlgorithmConfig:
-        if self.loss is None or self.own_loss:
-            return self
-        for name, wrong, right in (
-            ("dual_clip", self.dual_clip is not None, "null"),
-            ("pooling", self.pooling != "mean", "mean"),
-            ("clip_length_power", self.segments != "token" and self.clip_length_power > 0, "0"),
-            ("segments", self.loss == "cispo" and self.segments != "token", "token"),
-        ):
-            if wrong:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} with loss={self.loss}: it would have no effect; set "
-                    f"{name}={right}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _has_an_effect(self) -> AlgorithmConfig:
-        for name, neutral, of, value in (
-            ("mismatch_lower", None, "mismatch", "mask"),
-            ("turn_weight", 1, "advantage", "gigpo"),
-            ("rate_rise", "step", "rate", "kl"),
-        ):
-            given, chosen = getattr(self, name), getattr(self, of)
-            if given != neutral and chosen != value:
-                raise ValueError(
-                    f"{name}={given} with {of}={chosen!r}: it has an effect only with {of}={value}; leave it "
-                    f"out, or set {of}={value}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _overlong_rises(self) -> AlgorithmConfig:
-        first, last, penalty = self.overlong_from, self.overlong_to, self.overlong_penalty
+    def rules(self) -> Iterable[Rule]:
+        a, first, last = self, self.overlong_from, self.overlong_to
         rises = first is not None and last is not None and first < last
-        if not rises and (first, last, penalty) != (None, None, 1):
-            raise ValueError(
-                f"overlong_from={first}, overlong_to={last}, overlong_penalty={penalty}: the penalty rises "
-                "between two numbers of tokens; give both, the second above the first, or leave out all three"
-            )
-        if rises and self.advantage == "kl":
-            raise ValueError(f"overlong_from={first} with advantage=kl: rewards do not count; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _bounds_follow_a_mean(self) -> AlgorithmConfig:
-        if self.pooling == "sum" and self.segments != "token" and self.clip_length_power > 0:
-            raise ValueError(
-                f"clip_length_power={self.clip_length_power} with pooling='sum': such a ratio is already of "
-                "the segment's probability, so its bounds must not follow the length; set clip_length_power=0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _length_given(self) -> AlgorithmConfig:
-        if (self.aggregation == "sequence_mean_token_sum_norm") != (self.aggregation_length is not None):
-            raise ValueError(
-                f"aggregation_length={self.aggregation_length} with aggregation={self.aggregation!r}; "
+        named, used = a.loss in LOSSES, f"loss={a.loss}" if a.loss else f"select={a.select!r}"
+        return (
+            Rule(
+                a.advantage not in ADVANTAGES and not a.own_advantage,
+                f"advantage={a.advantage!r} is not known; choose {', '.join(ADVANTAGES)}",
+                did_you_mean(a.advantage, ADVANTAGES, "'{}'") or "it is none of these, nor MODULE:FUNCTION",
+            ),
+            Rule(
+                not a.clips and (a.correction != "off" or bool(a.correction_probe and a.loss)),
+                f"correction={a.correction!r} with {used}: the correction is for what clipping removes, and "
+                "this is in place of clipping",
+                "set correction to off and correction_probe to false",
+            ),
+            Rule(
+                named and a.dual_clip is not None,
+                f"dual_clip={a.dual_clip} with {used}: it would have no effect",
+                "set dual_clip=null",
+            ),
+            Rule(
+                named and a.segments != "token",
+                f"segments={a.segments} with {used}: it would have no effect",
+                "set segments=token",
+            ),
+            *(self._has_effect(name, of, value) for name, (of, value) in ONLY_WITH.items()),
+            Rule(
+                not rises and (first, last, a.overlong_penalty) != (None, None, 1),
+                f"overlong_from={first}, overlong_to={last}, overlong_penalty={a.overlong_penalty}: the "
+                "penalty rises between two numbers of tokens",
+                "give both, the second above the first, or leave out all three",
+            ),
+            Rule(
+                rises and a.advantage == "kl",
+                f"overlong_from={first} with advantage=kl: rewards do not count",
+                "leave it out",
+            ),
+            Rule(
+                a.pooling == "sum" and a.segments != "token" and a.clip_length_power > 0,
+                f"clip_length_power={a.clip_length_power} with pooling='sum': such a ratio is already of the "
+                "segment's probability, so its bounds must not follow the length",
+                "set clip_length_power=0",
+            ),
+            Rule(
+                (a.aggregation == "sequence_mean_token_sum_norm") != (a.aggregation_length is not None),
+                f"aggregation_length={a.aggregation_length} with aggregation={a.aggregation!r}",
                 "sequence_mean_token_sum_norm needs a length, such as the largest number of tokens of an "
-                "episode; the other aggregations take none"
-            )
-        return self
+                "episode; the other aggregations take none",
+            ),
+            Rule(
+                (a.rate == "open_loop") != (a.rate_profile is not None),
+                f"rate_profile={a.rate_profile} with rate={a.rate!r}",
+                "open_loop needs a factor for each optimizer step of an iteration, such as [1, 0.5] for two; "
+                "with the others give null",
+            ),
+            Rule(
+                a.gae_observations and (a.advantage != "gae" or a.gae_level != "token"),
+                f"gae_observations=True with advantage={a.advantage!r} and gae_level={a.gae_level!r}",
+                "only token-level GAE includes observations, choose 'gae' and 'token'",
+            ),
+            Rule(
+                a.gae_histories != "alone" and (a.advantage != "gae" or a.gae_observations),
+                f"gae_histories={a.gae_histories!r} with advantage={a.advantage!r} and "
+                f"gae_observations={a.gae_observations}: it is for GAE over action tokens",
+                "set gae_histories=alone, or advantage=gae and gae_observations=false",
+            ),
+            Rule(
+                a.advantage == "kl" and (a.kl_in != "reward" or a.kl_coefficient == 0),
+                f"advantage='kl' with kl_in={a.kl_in} and kl_coefficient={a.kl_coefficient}: the KL "
+                "penalties of the reward are all that it has",
+                "set kl_in=reward and a kl_coefficient such as 1",
+            ),
+            Rule(
+                a.kl_in == "loss" and a.kl_estimator == "k1" and a.kl_coefficient > 0,
+                "kl_estimator='k1' has no expected gradient as a loss",
+                "choose k2 or k3, or kl_in=reward",
+            ),
+        )
 
-    @model_validator(mode="after")
-    def _profile_given(self) -> AlgorithmConfig:
-        if (self.rate == "open_loop") != (self.rate_profile is not None):
-            raise ValueError(
-                f"rate_profile={self.rate_profile} with rate={self.rate!r}; open_loop needs a factor for "
-                "each optimizer step of an iteration, such as [1, 0.5] for two; with the others give null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _observations_have_values(self) -> AlgorithmConfig:
-        if self.gae_observations and (self.advantage != "gae" or self.gae_level != "token"):
-            raise ValueError(
-                f"gae_observations=True with advantage={self.advantage!r} and gae_level={self.gae_level!r}; "
-                "only token-level GAE includes observations, choose 'gae' and 'token'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _histories_have_steps(self) -> AlgorithmConfig:
-        if self.gae_histories != "alone" and (self.advantage != "gae" or self.gae_observations):
-            raise ValueError(
-                f"gae_histories={self.gae_histories!r} with advantage={self.advantage!r} and "
-                f"gae_observations={self.gae_observations}: it is for GAE over action tokens; set "
-                "gae_histories=alone, or advantage=gae and gae_observations=false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _advantage_kl_has_penalties(self) -> AlgorithmConfig:
-        if self.advantage == "kl" and (self.kl_in != "reward" or self.kl_coefficient == 0):
-            raise ValueError(
-                f"advantage='kl' with kl_in={self.kl_in} and kl_coefficient={self.kl_coefficient}: the KL "
-                "penalties of the reward are all that it has; set kl_in=reward and a kl_coefficient such as 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _kl_has_a_gradient(self) -> AlgorithmConfig:
-        if self.kl_in == "loss" and self.kl_estimator == "k1" and self.kl_coefficient > 0:
-            raise ValueError(
-                "kl_estimator='k1' has no expected gradient as a loss; choose k2 or k3, or kl_in=reward"
-            )
-        return self
+    def _has_effect(self, name: str, of: str, value: str) -> Rule:
+        given, chosen = getattr(self, name), getattr(self, of)
+        return Rule(
+            given != type(self).model_fields[name].default and chosen != value,
+            f"{name}={given} with {of}={chosen!r}: it has an effect only with {of}={value}",
+            f"leave it out, or set {of}={value}",
+        )

@@ -1,13 +1,16 @@
-"""The base of all sections of a configuration."""
+"""The base of all sections of a configuration, and rules about fields that do not fit together."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from megatron_stppo.base.errors import ConfigError
 
 # A limit in seconds, at most four months. Limits are added up, and faulthandler cannot wait for 9.3e9 s.
 Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
@@ -23,6 +26,27 @@ def finite(value: Any) -> Any:
     return value
 
 
+class Rule(NamedTuple):
+    """Settings that are refused.
+
+    Example: Rule(a.gamma > 1, f"gamma={a.gamma}: returns would grow without end", "choose 1 or less").
+    """
+
+    broken: bool
+    problem: str  # the fields with their values, and why they are refused
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.problem}; {self.remedy}"
+
+
+def enforce(rules: Iterable[Rule]) -> None:
+    """Raise ConfigError for the first rule that is broken."""
+    for rule in rules:
+        if rule.broken:
+            raise ConfigError(str(rule))
+
+
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -36,6 +60,15 @@ class Section(BaseModel):
             return value.expanduser()
         except RuntimeError:
             raise ValueError(f"{value} names a user who has no home folder here; give the path") from None
+
+    def rules(self) -> Iterable[Rule]:
+        """Return the rules about this section's own fields."""
+        return ()
+
+    @model_validator(mode="after")
+    def _keeps_rules(self) -> Self:
+        enforce(self.rules())
+        return self
 
     def absolute(self) -> Self:
         """Return a copy whose relative paths begin at the root: they are relative to the current folder."""

@@ -297,10 +297,10 @@ def _same_weights(model: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("segments", "low", "high"), [("token", 0.3, 0.5), ("turn", 0.8, 3)])
-def test_segments_outside_the_bounds_leave_the_surrogate_and_the_others_are_not_clipped(
+def test_segments_outside_the_bounds_leave_the_surrogate(
     segments: str, low: float, high: float, tmp_path: Path
 ) -> None:
-    """On one rank, and on two that share turns."""
+    """On one rank, and on two that share turns. The others are not clipped."""
     layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
     algorithm = {"preset": "sao", "segments": segments, "entropy_coefficient": 0, "kl_coefficient": 0}
     algorithm |= {"clip_low": low, "clip_high": high}
