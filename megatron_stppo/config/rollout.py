@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr
 
-from megatron_stppo.config.section import Seconds, Section, finite
+from megatron_stppo.config.section import Rule, Seconds, Section, finite
 
 
 class DataConfig(Section):
@@ -27,14 +28,13 @@ class RetrievalConfig(Section):
     retries: int = Field(3, ge=0, description="further attempts after a failed request")
     token_env: str | None = Field(None, description="environment variable that holds the bearer token")
 
-    @model_validator(mode="after")
-    def _no_secret(self) -> RetrievalConfig:
-        if self.url is not None and "@" in self.url.rpartition("://")[2].partition("/")[0]:
-            raise ValueError(
-                "url holds a user or password, and a run's folder keeps its configuration; name the "
-                "variable that holds a token in token_env instead"
-            )
-        return self
+    def rules(self) -> Iterable[Rule]:
+        host = (self.url or "").rpartition("://")[2].partition("/")[0]
+        yield Rule(
+            "@" in host,
+            "url holds a user or password, and a run's folder keeps its configuration",
+            "name the variable that holds a token in token_env instead",
+        )
 
 
 class EnvironmentConfig(Section):
@@ -122,16 +122,22 @@ class EnvironmentConfig(Section):
         copy._modules = folder
         return copy
 
-    @model_validator(mode="after")
-    def _one_agent(self) -> EnvironmentConfig:
-        given = [name for name in ("agent", "command") if getattr(self, name) is not None]
-        if self.kind == "agent" and len(given) != 1:
-            raise ValueError(f"kind=agent needs either agent or command, and {len(given)} of them are set")
-        if self.kind == "agent" and self.reward is not None:
-            raise ValueError("reward is set with kind=agent, which returns its reward; remove reward")
-        if self.kind != "agent" and given:
-            raise ValueError(f"{given[0]} is set with kind={self.kind}; set kind=agent, or remove {given[0]}")
-        return self
+    def rules(self) -> Iterable[Rule]:
+        is_agent, given = self.kind == "agent", [n for n in ("agent", "command") if getattr(self, n)]
+        yield Rule(
+            is_agent and len(given) != 1,
+            f"kind=agent needs either agent or command, and {len(given)} of them are set",
+            "give one of them",
+        )
+        yield Rule(
+            is_agent and self.reward is not None,
+            "reward is set with kind=agent, which returns its reward",
+            "remove reward",
+        )
+        for name in given:
+            yield Rule(
+                not is_agent, f"{name} is set with kind={self.kind}", f"set kind=agent, or remove {name}"
+            )
 
 
 class RolloutConfig(Section):

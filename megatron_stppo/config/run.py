@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from megatron_stppo.config.section import Seconds, Section
+from megatron_stppo.config.section import Rule, Seconds, Section
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$"  # no leading dot: ".." would leave the root
 
@@ -96,10 +97,10 @@ class TelemetryConfig(Section):
     )
     nvtx: bool = Field(False, description="an NVTX range per phase, for Nsight Systems")
 
-    @model_validator(mode="after")
-    def _window(self) -> TelemetryConfig:
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
-            raise ValueError(
-                f"profile={list(self.profile)} is not a window; give [first, last] with 1 <= first <= last"
-            )
-        return self
+    def rules(self) -> Iterable[Rule]:
+        first, last = self.profile or (1, 1)
+        yield Rule(
+            not 1 <= first <= last,
+            f"profile={[first, last]} is not a window",
+            "give [first, last] with 1 <= first <= last",
+        )

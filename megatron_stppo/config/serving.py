@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field
 
-from megatron_stppo.config.section import Seconds, Section
+from megatron_stppo.config.section import Rule, Seconds, Section
 
 
 class ServingConfig(Section):
@@ -50,18 +51,15 @@ class ServingConfig(Section):
         description="seconds without a sign of life after which a replica or the trainer is lost",
     )
 
-    @field_validator("replicas", mode="after")
-    @classmethod
-    def _at_least_one(cls, replicas: int | None) -> int | None:
-        if replicas is not None and replicas < 1:
-            raise ValueError(f"{replicas} is below 1; give null if the trainer's ranks serve")
-        return replicas
-
-    @model_validator(mode="after")
-    def _synchronous_has_one_order(self) -> ServingConfig:
-        if self.order == "completion" and self.max_staleness == 0:
-            raise ValueError(
-                "order='completion' with max_staleness=0: every admitted episode is in the next batch, so "
-                "there is only one order; choose 'admission', or max_staleness=1 or more"
-            )
-        return self
+    def rules(self) -> Iterable[Rule]:
+        yield Rule(
+            self.replicas is not None and self.replicas < 1,
+            f"replicas={self.replicas} is below 1",
+            "give null if the trainer's ranks serve",
+        )
+        yield Rule(
+            self.order == "completion" and self.max_staleness == 0,
+            "order='completion' with max_staleness=0: every admitted episode is in the next batch, so there "
+            "is only one order",
+            "choose 'admission', or max_staleness=1 or more",
+        )

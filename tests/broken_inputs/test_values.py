@@ -42,7 +42,7 @@ from tests.validation.test_run_folder import write_step
             "environment.max_observation_tokens=24) = 1112 exceeds the model's max_position_embeddings=256; "
             "lower one of these fields, or set rollout.max_context=256",
         ),
-        ("serving.replicas=0", "serving.replicas: 0 is below 1; give null if the trainer's ranks serve"),
+        ("serving.replicas=0", "serving: replicas=0 is below 1; give null if the trainer's ranks serve"),
         (
             "serving.max_staleness=-1",
             "serving.max_staleness=-1: Input should be greater than or equal to 0",
