@@ -9,70 +9,56 @@ behaviour: from the engine, which generated the tokens; the trainer needs no pas
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Literal
 
 from megatron_stppo.config.algorithm import AlgorithmConfig
+from megatron_stppo.config.section import Rule
 from megatron_stppo.config.update import UpdateConfig
 
 Source = Literal["score", "update", "behaviour"]
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """A setting that cannot be combined with a source of the old log-probs."""
-
-    is_set: Callable[[UpdateConfig, AlgorithmConfig], bool]
-    setting: Callable[[UpdateConfig, AlgorithmConfig], str]
-    reason: str
-    remedy: str
-
-
-RECORDED_EXPERTS = Conflict(
-    lambda u, a: a.routing_replay == "old_policy",
-    lambda u, a: f"algorithm.routing_replay={a.routing_replay}",
-    "the experts to replay are recorded in the pass that computes the old log-probs",
-    "algorithm.routing_replay=off",
-)
-# settings that need the old log-probs before the first step's forward pass
-EARLY_USES: tuple[Conflict, ...] = (
-    Conflict(
-        lambda u, a: u.minibatches > 1,
-        lambda u, a: f"update.minibatches={u.minibatches}",
-        "only the first step of an epoch computes with the old policy",
+def early_uses(update: UpdateConfig, a: AlgorithmConfig) -> Iterator[Rule]:
+    """Return the settings that need the old log-probs before the first step's forward pass."""
+    yield Rule(
+        update.minibatches > 1,
+        f"update.minibatches={update.minibatches}: only the first step of an epoch computes with the old "
+        "policy",
         "update.minibatches=1",
-    ),
-    Conflict(
-        lambda u, a: a.kl_coefficient > 0 and a.kl_in == "reward",
-        lambda u, a: f"algorithm.kl_in=reward with algorithm.kl_coefficient={a.kl_coefficient}",
-        "the rewards, and so the advantages, contain the old log-probs",
+    )
+    yield Rule(
+        a.kl_coefficient > 0 and a.kl_in == "reward",
+        f"algorithm.kl_in=reward with algorithm.kl_coefficient={a.kl_coefficient}: the rewards, and so the "
+        "advantages, contain the old log-probs",
         "algorithm.kl_in=loss and algorithm.kl_estimator=k3",
-    ),
-    Conflict(
-        lambda u, a: a.mismatch != "off",
-        lambda u, a: f"algorithm.mismatch={a.mismatch}",
-        "the weights of the loss contain the old log-probs",
-        "algorithm.mismatch=off",
-    ),
-    RECORDED_EXPERTS,
-)
-# settings that need old log-probs by the trainer
-TRAINERS_USES: tuple[Conflict, ...] = (
-    Conflict(
-        lambda u, a: u.old_logprob != "auto",
-        lambda u, a: f"update.old_logprob={u.old_logprob}",
-        "no forward pass computes the old log-probs",
+    )
+    yield _weights(a, "the weights of the loss contain the old log-probs")
+    yield _recorded_experts(a)
+
+
+def trainers_uses(update: UpdateConfig, a: AlgorithmConfig) -> Iterator[Rule]:
+    """Return the settings that need old log-probs by the trainer."""
+    yield Rule(
+        update.old_logprob != "auto",
+        f"update.old_logprob={update.old_logprob}: no forward pass computes the old log-probs",
         "update.old_logprob=auto",
-    ),
-    Conflict(
-        lambda u, a: a.mismatch != "off",
-        lambda u, a: f"algorithm.mismatch={a.mismatch}",
-        "all its weights would be 1, because the old policy is the engine's",
-        "algorithm.mismatch=off",
-    ),
-    RECORDED_EXPERTS,
-)
+    )
+    yield _weights(a, "all its weights would be 1, because the old policy is the engine's")
+    yield _recorded_experts(a)
+
+
+def _weights(a: AlgorithmConfig, why: str) -> Rule:
+    return Rule(a.mismatch != "off", f"algorithm.mismatch={a.mismatch}: {why}", "algorithm.mismatch=off")
+
+
+def _recorded_experts(a: AlgorithmConfig) -> Rule:
+    return Rule(
+        a.routing_replay == "old_policy",
+        f"algorithm.routing_replay={a.routing_replay}: the experts to replay are recorded in the pass that "
+        "computes the old log-probs",
+        "algorithm.routing_replay=off",
+    )
 
 
 def source(update: UpdateConfig, algorithm: AlgorithmConfig) -> Source:
@@ -82,29 +68,17 @@ def source(update: UpdateConfig, algorithm: AlgorithmConfig) -> Source:
     """
     if algorithm.old_policy == "behaviour":
         return "behaviour"
-    early = _first(EARLY_USES, update, algorithm)
-    return "score" if update.old_logprob == "score" or early is not None else "update"
+    early = any(rule.broken for rule in early_uses(update, algorithm))
+    return "score" if update.old_logprob == "score" or early else "update"
 
 
-def refusal(update: UpdateConfig, algorithm: AlgorithmConfig) -> str | None:
-    """Return why algorithm.old_policy or update.old_logprob is refused, or None if neither is."""
+def rules(update: UpdateConfig, algorithm: AlgorithmConfig) -> Iterator[Rule]:
+    """Return the rules about algorithm.old_policy and update.old_logprob."""
     if algorithm.old_policy == "behaviour":
-        asked, conflicts, other = (
-            "algorithm.old_policy=behaviour",
-            TRAINERS_USES,
-            "algorithm.old_policy=score",
-        )
+        asked, uses, other = "algorithm.old_policy=behaviour", trainers_uses, "algorithm.old_policy=score"
     elif update.old_logprob == "update":
-        asked, conflicts, other = "update.old_logprob=update", EARLY_USES, "update.old_logprob=auto"
+        asked, uses, other = "update.old_logprob=update", early_uses, "update.old_logprob=auto"
     else:
-        return None
-    found = _first(conflicts, update, algorithm)
-    if found is None:
-        return None
-    return f"{asked}: {found.setting(update, algorithm)}: {found.reason}; set {other}, or {found.remedy}"
-
-
-def _first(
-    conflicts: tuple[Conflict, ...], update: UpdateConfig, algorithm: AlgorithmConfig
-) -> Conflict | None:
-    return next((one for one in conflicts if one.is_set(update, algorithm)), None)
+        return
+    for rule in uses(update, algorithm):
+        yield Rule(rule.broken, f"{asked}: {rule.problem}", f"set {other}, or {rule.remedy}")

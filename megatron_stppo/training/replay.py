@@ -22,6 +22,7 @@ from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import read_yaml
+from megatron_stppo.config.section import enforce
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.observe import trajectory_files, trajectory_log
@@ -152,7 +153,7 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor
 
 def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
     episodes = len(batch.live_N) if batch.first_N is None else int(batch.first_N.sum())
-    checks.check_trajectories(learner.config, learner.mesh.layout, episodes)
+    enforce([checks.divisible(learner.config, learner.mesh.layout, episodes)])
     largest = int(batch.tokens_P.max()) if len(batch.tokens_P) else 0  # all of this rank's episodes failed
     if largest >= learner.shape.vocab:
         raise ConfigError(

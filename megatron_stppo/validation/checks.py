@@ -9,10 +9,12 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_stppo.config import Config, ConfigError, old_logprob, own_code, peft_folder
 from megatron_stppo.config.algorithm import GROUPED
+from megatron_stppo.config.section import Rule, enforce
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation import lora, megatron_fields, model_folder, serving, vllm_fields
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
@@ -51,25 +53,19 @@ def check(config: Config, world_size: int, command: str) -> None:
     layout = check_parallel(config, world_size)
     if command in (*ROLLS_OUT, "plan"):
         check_engine(config, world_size)
-        check_context(config)
+        enforce(context(config))
     if command in (*ROLLS_OUT, "cold-start"):
         model_folder.check_chat_template(config)
     if command in ("train", "rollout", "verify", "plan"):
-        _overlong(config)
-        _resample(config)
+        enforce(_rewards(config))
     if command in ("train", "verify", "plan"):
-        _batches(config, layout)
+        enforce(_batches(config, layout))
     if command in ("train", "replay", "verify", "plan"):
         model_folder.check_reference(config, layout, tokenizers=command != "plan")
     if command == "train":
         check_reporters(config)
-    refused = old_logprob.refusal(config.update, config.algorithm)
-    if refused:
-        raise ConfigError(refused)
-    _check_nucleus(config)
-    _check_profile(config)
-    _check_critic(config, command)
-    serving.check(config)
+    enforce(old_logprob.rules(config.update, config.algorithm))
+    enforce((*_steps(config), *_critic(config, command), *serving.rules(config)))
     lora.check(config)
     megatron_fields.check(config)
     vllm_fields.check(config)
@@ -78,22 +74,26 @@ def check(config: Config, world_size: int, command: str) -> None:
 
 def check_replica(config: Config, ranks: int) -> None:
     """Run the checks of `serve`, for a replica of this many ranks."""
-    if config.serving.replicas is None:
-        raise ConfigError(
-            "serving.replicas=null: the run's own ranks serve, so that it needs no replica; start it with "
-            "serving.replicas=1 or more"
-        )
-    tensor = config.engine_tensor
-    if ranks != tensor:
-        raise ConfigError(
-            f"rollout.engine_tensor={tensor}: a replica has that many ranks, and {ranks} were started; start "
-            f"{tensor}, or give rollout.engine_tensor={ranks}"
-        )
+    enforce(_replica(config, ranks))
     model_folder.check_model(config)
     model_folder.check_tokenizer(config)
     model_folder.check_chat_template(config)
     check_engine(config, ranks)
-    check_context(config)
+    enforce(context(config))
+
+
+def _replica(config: Config, ranks: int) -> Iterator[Rule]:
+    tensor = config.engine_tensor
+    yield Rule(
+        config.serving.replicas is None,
+        "serving.replicas=null: the run's own ranks serve, so that it needs no replica",
+        "start it with serving.replicas=1 or more",
+    )
+    yield Rule(
+        ranks != tensor,
+        f"rollout.engine_tensor={tensor}: a replica has that many ranks, and {ranks} were started",
+        f"start {tensor}, or give rollout.engine_tensor={ranks}",
+    )
 
 
 def data_files(config: Config, command: str) -> tuple[str, ...]:
@@ -186,30 +186,30 @@ def _check_own_functions(config: Config) -> None:
         )
 
 
-def check_context(config: Config) -> None:
-    """Check that the model's context fits the longest trajectory, and that the longest prompt leaves room for
-    a turn."""
-    r, e = config.rollout, config.environment
-    longest = read_shape(config.model.path).max_positions
-    if config.max_context > longest:
-        parts = (
-            f"rollout.max_context={r.max_context}"
-            if r.max_context is not None
-            else f"rollout.max_prompt_tokens={r.max_prompt_tokens} + (environment.max_turns={e.max_turns} "
-            f"+ 1) * (rollout.max_turn_tokens={r.max_turn_tokens} + environment.max_observation_tokens="
-            f"{e.max_observation_tokens}) = {config.max_context}"
+def context(config: Config) -> Iterator[Rule]:
+    """Return the rules that the model's context fits the longest trajectory, and that the longest prompt
+    leaves room for a turn."""
+    r, e, most = config.rollout, config.environment, config.max_context
+    longest, needed = read_shape(config.model.path).max_positions, r.max_prompt_tokens + r.max_turn_tokens
+    given, other = f"rollout.max_context={r.max_context}", ""
+    if r.max_context is None:
+        given, other = (
+            f"rollout.max_prompt_tokens={r.max_prompt_tokens} + (environment.max_turns={e.max_turns} + 1) * "
+            f"(rollout.max_turn_tokens={r.max_turn_tokens} + environment.max_observation_tokens="
+            f"{e.max_observation_tokens}) = {most}",
+            f", or set rollout.max_context={longest}",
         )
-        raise ConfigError(
-            f"{parts} exceeds the model's max_position_embeddings={longest}; lower one of these fields"
-            + ("" if r.max_context is not None else f", or set rollout.max_context={longest}")
-        )
-    needed = r.max_prompt_tokens + r.max_turn_tokens
-    if config.max_context < needed:
-        raise ConfigError(
-            f"rollout.max_context={r.max_context} is less than rollout.max_prompt_tokens="
-            f"{r.max_prompt_tokens} + rollout.max_turn_tokens={r.max_turn_tokens}; raise it to {needed} "
-            "or more, or lower these two"
-        )
+    yield Rule(
+        most > longest,
+        f"{given} exceeds the model's max_position_embeddings={longest}",
+        f"lower one of these fields{other}",
+    )
+    yield Rule(
+        most < needed,
+        f"{given} is less than rollout.max_prompt_tokens={r.max_prompt_tokens} + rollout.max_turn_tokens="
+        f"{r.max_turn_tokens}",
+        f"raise it to {needed} or more, or lower these two",
+    )
 
 
 def check_reporters(config: Config) -> None:
@@ -222,134 +222,121 @@ def check_reporters(config: Config) -> None:
         )
 
 
-def _check_nucleus(config: Config) -> None:
-    """Refuse top_p below 1 where the loss compares log-probs of the engine and of the trainer.
+def _steps(config: Config) -> Iterator[Rule]:
+    """Return the rules about the optimizer steps, and the log-probs that they compare.
 
-    The engine's are of the tokens that nucleus sampling keeps; the trainer's are of the whole vocabulary.
+    Those of the engine are of the tokens that nucleus sampling keeps, the trainer's of the whole vocabulary.
     """
-    top_p, algorithm = config.rollout.top_p, config.algorithm
-    for setting, is_set in (
-        ("old_policy=behaviour", algorithm.old_policy == "behaviour"),
-        (f"mismatch={algorithm.mismatch}", algorithm.mismatch != "off"),
-    ):
-        if top_p < 1 and is_set:
-            raise ConfigError(
-                f"rollout.top_p={top_p}: algorithm.{setting} compares the engine's log-probs, which are "
-                "those of the tokens that nucleus sampling keeps, with the trainer's; set rollout.top_p=1"
-            )
-
-
-def _check_critic(config: Config, command: str) -> None:
-    """Raise ConfigError for settings of a critic that the run does not have."""
-    update, advantage = config.update, config.algorithm.advantage
-    for name, value, neutral in (
-        ("update.critic_only", update.critic_only, 0),
-        ("update.critic_steps", update.critic_steps, 1),
-    ):
-        if value != neutral and advantage != "gae":
-            raise ConfigError(
-                f"{name}={value} with algorithm.advantage={advantage}: there is no critic; set it to "
-                f"{neutral}, or choose a preset with a critic such as algorithm.preset=st_ppo"
-            )
-    path = config.model.critic_path
-    if path is not None and advantage != "gae" and command in ("train", "replay", "verify", "plan"):
-        raise ConfigError(
-            f"model.critic_path={path} with algorithm.advantage={advantage}: there is no critic; leave it "
-            "out, or choose a preset with a critic such as algorithm.preset=st_ppo"
-        )
-    if update.critic.frozen_attention and (advantage != "gae" or config.model.lora.rank):
-        rank = config.model.lora.rank
-        given = f"model.lora.rank={rank}" if advantage == "gae" else f"algorithm.advantage={advantage}"
-        raise ConfigError(
-            f"update.critic.frozen_attention=True with {given}: it is for a critic of which all other "
-            "weights are trained; set it to false"
-        )
-    if command in ("train", "plan") and config.update.critic_only >= config.run.iterations:
-        raise ConfigError(
-            f"update.critic_only={update.critic_only} with run.iterations={config.run.iterations}: the actor "
-            "would never learn; choose fewer, or more iterations"
-        )
-
-
-def _check_profile(config: Config) -> None:
-    profile, update = config.algorithm.rate_profile, config.update
-    steps = update.epochs * update.minibatches
-    if profile is not None and len(profile) != steps:
-        raise ConfigError(
-            f"algorithm.rate_profile={profile}: has {len(profile)} factors, but an iteration has "
-            f"update.epochs={update.epochs} * update.minibatches={update.minibatches} = {steps} optimizer "
-            f"steps; give {steps} factors, or change the number of steps"
-        )
-
-
-def _overlong(config: Config) -> None:
-    """Check that an episode can have more action tokens than algorithm.overlong_from."""
-    e, r, first = config.environment, config.rollout, config.algorithm.overlong_from
-    most = (e.max_turns + 1) * r.max_turn_tokens
-    if e.kind != "agent":  # whose episodes may have several histories
-        most = min(most, config.max_context)
-    if first is not None and first >= most:
-        raise ConfigError(
-            f"algorithm.overlong_from={first}: an episode has at most {most} action tokens, by "
-            "environment.max_turns, rollout.max_turn_tokens and rollout.max_context; choose less, or null"
-        )
-
-
-def _resample(config: Config) -> None:
-    """Check that a group without variance is one without a learning signal."""
-    rollout, advantage = config.rollout, config.algorithm.advantage
-    if rollout.resample and advantage in ("gae", "kl"):
-        raise ConfigError(
-            f"rollout.resample={rollout.resample} with algorithm.advantage={advantage}: a group of equal "
-            "rewards has advantages there; set rollout.resample=0, or a preset with groups such as "
-            "algorithm.preset=grpo"
-        )
-    if rollout.resample and config.algorithm.truncated == "mask":
-        raise ConfigError(
-            f"rollout.resample={rollout.resample} with algorithm.truncated=mask: groups are resampled by the "
-            "rewards of all episodes, also of those that are masked; set one of them to 0 or end"
-        )
-    if rollout.resample and rollout.samples_per_task == 1:
-        raise ConfigError(
-            f"rollout.resample={rollout.resample} with rollout.samples_per_task=1: a group of one never has "
-            "variance; choose rollout.samples_per_task=4 or more, or set rollout.resample=0"
-        )
-
-
-def _batches(config: Config, layout: Layout) -> None:
-    advantage = config.algorithm.advantage
-    if advantage in GROUPED and config.rollout.samples_per_task == 1:
-        raise ConfigError(
-            "rollout.samples_per_task=1: a group of one has no learning signal with "
-            f"algorithm.advantage={advantage}; choose 4 or more"
-        )
-    tasks, replicas = config.rollout.tasks_per_iteration, layout.world // config.engine_tensor
-    if config.serving.replicas is None and tasks % replicas:
-        raise ConfigError(
-            f"rollout.tasks_per_iteration={tasks} must be a multiple of the {replicas} engine replicas; "
-            f"choose {_multiple(tasks, replicas)}"
-        )
-    samples = config.rollout.samples_per_task
-    check_trajectories(
-        config,
-        layout,
-        tasks * samples,
-        f"rollout.tasks_per_iteration={tasks} * rollout.samples_per_task={samples} = ",
+    a, update, top_p = config.algorithm, config.update, config.rollout.top_p
+    behaviour, steps = a.old_policy == "behaviour", update.epochs * update.minibatches
+    compares = "old_policy=behaviour" if behaviour else f"mismatch={a.mismatch}"
+    yield Rule(
+        top_p < 1 and (behaviour or a.mismatch != "off"),
+        f"rollout.top_p={top_p}: algorithm.{compares} compares the engine's log-probs, which are those of "
+        "the tokens that nucleus sampling keeps, with the trainer's",
+        "set rollout.top_p=1",
+    )
+    factors = steps if a.rate_profile is None else len(a.rate_profile)
+    yield Rule(
+        factors != steps,
+        f"algorithm.rate_profile={a.rate_profile}: has {factors} factors, but an iteration has update.epochs="
+        f"{update.epochs} * update.minibatches={update.minibatches} = {steps} optimizer steps",
+        f"give {steps} factors, or change the number of steps",
     )
 
 
-def check_trajectories(config: Config, layout: Layout, trajectories: int, why: str = "") -> None:
-    """Raise ConfigError unless the trajectories can be divided equally among minibatches and ranks.
+def _critic(config: Config, command: str) -> Iterator[Rule]:
+    """Return the rules about settings of the critic, which the run must have, and train beside an actor."""
+    update, rank = config.update, config.model.lora.rank
+    begins = config.model.critic_path if command in ("train", "replay", "verify", "plan") else None
+    for name, value, neutral in (
+        ("update.critic_only", update.critic_only, 0),
+        ("update.critic_steps", update.critic_steps, 1),
+        ("update.critic.frozen_attention", update.critic.frozen_attention, False),
+        ("model.critic_path", begins, None),
+    ):
+        yield Rule(
+            value != neutral and not config.needs_critic,
+            f"{name}={value} with algorithm.advantage={config.algorithm.advantage}: there is no critic",
+            "leave it out, or choose a preset with a critic such as algorithm.preset=st_ppo",
+        )
+    yield Rule(
+        update.critic.frozen_attention and rank > 0,
+        f"update.critic.frozen_attention=True with model.lora.rank={rank}: it is for a critic of which all "
+        "other weights are trained",
+        "set it to false",
+    )
+    yield Rule(
+        command in ("train", "plan") and update.critic_only >= config.run.iterations,
+        f"update.critic_only={update.critic_only} with run.iterations={config.run.iterations}: the actor "
+        "would never learn",
+        "choose fewer, or more iterations",
+    )
+
+
+def _rewards(config: Config) -> Iterator[Rule]:
+    """Return the rules by which an episode can be too long, and a group without variance has no signal."""
+    e, r, a = config.environment, config.rollout, config.algorithm
+    most = (e.max_turns + 1) * r.max_turn_tokens
+    if e.kind != "agent":  # whose episodes may have several histories
+        most = min(most, config.max_context)
+    yield Rule(
+        a.overlong_from is not None and a.overlong_from >= most,
+        f"algorithm.overlong_from={a.overlong_from}: an episode has at most {most} action tokens, by "
+        "environment.max_turns, rollout.max_turn_tokens and rollout.max_context",
+        "choose less, or null",
+    )
+    if not r.resample:
+        return
+    yield Rule(
+        a.advantage in ("gae", "kl"),
+        f"rollout.resample={r.resample} with algorithm.advantage={a.advantage}: a group of equal rewards has "
+        "advantages there",
+        "set rollout.resample=0, or a preset with groups such as algorithm.preset=grpo",
+    )
+    yield Rule(
+        a.truncated == "mask",
+        f"rollout.resample={r.resample} with algorithm.truncated=mask: groups are resampled by the rewards "
+        "of all episodes, also of those that are masked",
+        "set one of them to 0 or end",
+    )
+    yield Rule(
+        r.samples_per_task == 1,
+        f"rollout.resample={r.resample} with rollout.samples_per_task=1: a group of one never has variance",
+        "choose rollout.samples_per_task=4 or more, or set rollout.resample=0",
+    )
+
+
+def _batches(config: Config, layout: Layout) -> Iterator[Rule]:
+    r, advantage, engines = config.rollout, config.algorithm.advantage, layout.world // config.engine_tensor
+    tasks, samples = r.tasks_per_iteration, r.samples_per_task
+    yield Rule(
+        advantage in GROUPED and samples == 1,
+        "rollout.samples_per_task=1: a group of one has no learning signal with "
+        f"algorithm.advantage={advantage}",
+        "choose 4 or more",
+    )
+    yield Rule(
+        config.serving.replicas is None and tasks % engines > 0,
+        f"rollout.tasks_per_iteration={tasks} must be a multiple of the {engines} engine replicas",
+        f"choose {_multiple(tasks, engines)}",
+    )
+    why = f"rollout.tasks_per_iteration={tasks} * rollout.samples_per_task={samples} = "
+    yield divisible(config, layout, tasks * samples, why)
+
+
+def divisible(config: Config, layout: Layout, trajectories: int, why: str = "") -> Rule:
+    """Return the rule that trajectories can be divided equally among minibatches and ranks.
 
     `why`: the start of the error message, which explains the number of trajectories.
     """
-    parts = config.update.minibatches * layout.data
-    if trajectories % parts:
-        raise ConfigError(
-            f"{why}{trajectories} trajectories must be a multiple of "
-            f"update.minibatches={config.update.minibatches} * {layout.data} data-parallel ranks; "
-            f"choose {_multiple(trajectories, parts)} trajectories"
-        )
+    minibatches, parts = config.update.minibatches, config.update.minibatches * layout.data
+    return Rule(
+        trajectories % parts > 0,
+        f"{why}{trajectories} trajectories must be a multiple of update.minibatches={minibatches} * "
+        f"{layout.data} data-parallel ranks",
+        f"choose {_multiple(trajectories, parts)} trajectories",
+    )
 
 
 def _multiple(value: int, of: int) -> str:

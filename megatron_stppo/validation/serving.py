@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config.section import Rule
 
 
-def check(config: Config) -> None:
-    """Raise ConfigError for settings that asynchronous training cannot combine."""
-    if config.serving.replicas is None:
-        return
-    if config.replays_rollout and config.serving.update == "recompute":
-        raise ConfigError(
-            "serving.update=recompute with algorithm.routing_replay=rollout: the tokens of a turn would have "
-            "experts of several versions; set serving.update=drain or complete, or "
-            "algorithm.routing_replay=old_policy"
-        )
+def rules(config: Config) -> Iterator[Rule]:
+    """Return the rules about settings that asynchronous training cannot combine."""
+    serving = config.serving
+    yield Rule(
+        serving.replicas is not None and serving.update == "recompute" and config.replays_rollout,
+        "serving.update=recompute with algorithm.routing_replay=rollout: the tokens of a turn would have "
+        "experts of several versions",
+        "set serving.update=drain or complete, or algorithm.routing_replay=old_policy",
+    )
 
 
 def check_resumed(config: Config, book: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config.section import enforce
 from megatron_stppo.validation import serving
 
 
@@ -15,6 +16,6 @@ def test_experts_of_the_engine_are_not_replayed_if_turns_go_on_with_new_weights(
     with pytest.raises(
         ConfigError, match=r"serving\.update=recompute with algorithm\.routing_replay=rollout"
     ):
-        serving.check(config(replicas=2, update="recompute"))
-    serving.check(config(replicas=2, update="drain"))
-    serving.check(config(update="recompute"))  # without replicas, no turn runs when weights arrive
+        enforce(serving.rules(config(replicas=2, update="recompute")))
+    enforce(serving.rules(config(replicas=2, update="drain")))
+    enforce(serving.rules(config(update="recompute")))  # without replicas, no turn runs when weights arrive

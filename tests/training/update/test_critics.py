@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.config import Config
+from megatron_stppo.config.section import enforce
 from megatron_stppo.validation import checks
 from tests.ranks import run_ranks
 from tests.training.update import layouts, whole
@@ -86,4 +87,4 @@ def test_settings_without_an_effect_are_refused(update: dict, preset: str, probl
         "algorithm": {"preset": preset},
     }
     with pytest.raises(ConfigError, match=problem):
-        checks._check_critic(Config.model_validate(given), "train")
+        enforce(checks._critic(Config.model_validate(given), "train"))

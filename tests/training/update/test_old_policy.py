@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_stppo.config import Config
-from megatron_stppo.config.old_logprob import refusal
+from megatron_stppo.config.old_logprob import rules
 from tests.ranks import run_ranks
 from tests.training.update import lagging, layouts, old_policy
 
@@ -93,10 +93,14 @@ def test_the_engines_policy_as_old_policy_excludes_what_needs_a_score(
     update: dict[str, Any], algorithm: dict[str, Any], setting: str
 ) -> None:
     asked = config(update, algorithm | {"old_policy": "behaviour"})
-    refused = refusal(asked.update, asked.algorithm)
+    refused = refusal(asked)
     assert refused is not None and refused.startswith(f"algorithm.old_policy=behaviour: {setting}: ")
     kept = config({}, {"old_policy": "behaviour", "routing_replay": "rollout"})
-    assert refusal(kept.update, kept.algorithm) is None and not kept.scores_actor
+    assert refusal(kept) is None and not kept.scores_actor
+
+
+def refusal(given: Config) -> str | None:
+    return next((str(rule) for rule in rules(given.update, given.algorithm) if rule.broken), None)
 
 
 def config(update: dict[str, Any], algorithm: dict[str, Any]) -> Config:
@@ -116,10 +120,10 @@ def test_a_setting_that_reads_old_log_probs_earlier_is_named_and_auto_then_score
     update: dict[str, Any], algorithm: dict[str, Any], setting: str
 ) -> None:
     asked = config({"minibatches": 1} | update | {"old_logprob": "update"}, algorithm)
-    refused = refusal(asked.update, asked.algorithm)
+    refused = refusal(asked)
     assert refused is not None and refused.startswith(f"update.old_logprob=update: {setting}: ")
     auto = config({"minibatches": 1} | update, algorithm)
-    assert auto.scores_actor and refusal(auto.update, auto.algorithm) is None
+    assert auto.scores_actor and refusal(auto) is None
 
 
 @pytest.mark.parametrize(
