@@ -53,7 +53,7 @@ def check(config: Config, world_size: int, command: str) -> None:
     layout = check_parallel(config, world_size)
     if command in (*ROLLS_OUT, "plan"):
         check_engine(config, world_size)
-        enforce(context(config))
+        check_context(config)
     if command in (*ROLLS_OUT, "cold-start"):
         model_folder.check_chat_template(config)
     if command in ("train", "rollout", "verify", "plan"):
@@ -79,7 +79,7 @@ def check_replica(config: Config, ranks: int) -> None:
     model_folder.check_tokenizer(config)
     model_folder.check_chat_template(config)
     check_engine(config, ranks)
-    enforce(context(config))
+    check_context(config)
 
 
 def _replica(config: Config, ranks: int) -> Iterator[Rule]:
@@ -186,30 +186,30 @@ def _check_own_functions(config: Config) -> None:
         )
 
 
-def context(config: Config) -> Iterator[Rule]:
-    """Return the rules that the model's context fits the longest trajectory, and that the longest prompt
-    leaves room for a turn."""
-    r, e, most = config.rollout, config.environment, config.max_context
-    longest, needed = read_shape(config.model.path).max_positions, r.max_prompt_tokens + r.max_turn_tokens
-    given, other = f"rollout.max_context={r.max_context}", ""
-    if r.max_context is None:
-        given, other = (
-            f"rollout.max_prompt_tokens={r.max_prompt_tokens} + (environment.max_turns={e.max_turns} + 1) * "
-            f"(rollout.max_turn_tokens={r.max_turn_tokens} + environment.max_observation_tokens="
-            f"{e.max_observation_tokens}) = {most}",
-            f", or set rollout.max_context={longest}",
+def check_context(config: Config) -> None:
+    """Check that the model's context fits the longest trajectory, and that the longest prompt leaves room for
+    a turn."""
+    r, e = config.rollout, config.environment
+    longest = read_shape(config.model.path).max_positions
+    if config.max_context > longest:
+        parts = (
+            f"rollout.max_context={r.max_context}"
+            if r.max_context is not None
+            else f"rollout.max_prompt_tokens={r.max_prompt_tokens} + (environment.max_turns={e.max_turns} "
+            f"+ 1) * (rollout.max_turn_tokens={r.max_turn_tokens} + environment.max_observation_tokens="
+            f"{e.max_observation_tokens}) = {config.max_context}"
         )
-    yield Rule(
-        most > longest,
-        f"{given} exceeds the model's max_position_embeddings={longest}",
-        f"lower one of these fields{other}",
-    )
-    yield Rule(
-        most < needed,
-        f"{given} is less than rollout.max_prompt_tokens={r.max_prompt_tokens} + rollout.max_turn_tokens="
-        f"{r.max_turn_tokens}",
-        f"raise it to {needed} or more, or lower these two",
-    )
+        raise ConfigError(
+            f"{parts} exceeds the model's max_position_embeddings={longest}; lower one of these fields"
+            + ("" if r.max_context is not None else f", or set rollout.max_context={longest}")
+        )
+    needed = r.max_prompt_tokens + r.max_turn_tokens
+    if config.max_context < needed:
+        raise ConfigError(
+            f"rollout.max_context={r.max_context} is less than rollout.max_prompt_tokens="
+            f"{r.max_prompt_tokens} + rollout.max_turn_tokens={r.max_turn_tokens}; raise it to {needed} "
+            "or more, or lower these two"
+        )
 
 
 def check_reporters(config: Config) -> None:

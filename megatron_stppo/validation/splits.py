@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.config.section import enforce
 from megatron_stppo.validation import checks, model_folder
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
 
@@ -33,7 +32,7 @@ def candidates(config: Config, gpus: int) -> Candidates:
     """
     model_folder.check_model(config)
     check_engine(config, config.engine_tensor)
-    enforce(checks.context(config))
+    checks.check_context(config)
     parallel = config.parallel
     unit = parallel.tensor * parallel.context * parallel.pipeline
     batch = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
