@@ -26,7 +26,7 @@ from megatron_stppo.agents.protocols.chat_messages import compared, template_mes
 from megatron_stppo.agents.protocols.reply import Reply
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.text.conversation import encode_after, encode_conversation
-from megatron_stppo.data.text.plain_text import decode_plain, encode_plain
+from megatron_stppo.data.text.plain_text import beginning, decode_plain, encode_plain
 from megatron_stppo.environments.base import Completion, Request
 
 ParseTools = Callable[[Any, Any], ToolParser]  # a class of vLLM's parsers: (tokenizer, tools) -> parser
@@ -81,11 +81,13 @@ class Recorder:
                 "turn_limit",
             )
         match = self._histories.place(ask.kind, ask.units)
-        new = self._new_ids(ask, match)
-        tokens, most = len(match.tokens) + len(new), self._rules.max_context
+        most = self._rules.max_context
+        new = self._new_ids(ask, match, most)
+        tokens = len(match.tokens) + len(new)
         if tokens >= most:
+            many = f"at least {tokens}" if len(new) > most else tokens
             self._limit(
-                f"the prompt has {tokens} tokens, and rollout.max_context={most} leaves no room for a turn",
+                f"the prompt has {many} tokens, and rollout.max_context={most} leaves no room for a turn",
                 "context_length_exceeded",
             )
         if tokens == 0:
@@ -129,14 +131,15 @@ class Recorder:
         self._limited = why
         raise Refusal(400, why, code)
 
-    def _new_ids(self, ask: Ask, match: Match) -> list[int]:
+    def _new_ids(self, ask: Ask, match: Match, most: int | None = None) -> list[int]:
+        """Return the ids that the policy has not read yet; for `most` see encode_marked. Raises Refusal."""
         tokenizer, recorded = self._rules.tokenizer, match.units
         try:
             if ask.chat and recorded:
                 last, ends = match.tokens[-1], self._rules.ends
-                return encode_after(tokenizer, ask.messages, ask.tools, recorded - 1, last, ends)
+                return encode_after(tokenizer, ask.messages, ask.tools, recorded - 1, last, ends, most)
             if ask.chat:
-                return encode_conversation(tokenizer, ask.messages, ask.tools)
+                return encode_conversation(tokenizer, ask.messages, ask.tools, most)
         except ConfigError as error:  # the template rejects the agent's messages
             raise Refusal(400, str(error)) from None
         except Exception as error:  # a template may fail in any way on messages that it was not written for
@@ -145,7 +148,8 @@ class Recorder:
             raise Refusal(400, f"messages: the chat template cannot render them ({said})") from None
         rest: Any = ask.units[recorded:]
         if isinstance(rest, str):
-            return encode_plain(tokenizer, rest) if recorded else _begun(tokenizer, rest)
+            encode = encode_plain if recorded else _begun
+            return encode(tokenizer, rest if most is None else beginning(tokenizer, rest, most + 1, encode))
         if not all(0 <= number < self._rules.vocabulary for number in rest):
             raise Refusal(400, f"prompt: token ids must lie in [0, {self._rules.vocabulary})")
         return list(rest)

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from megatron_stppo.base.types import Message
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data.text.plain_text import encode_plain
+from megatron_stppo.data.text.plain_text import beginning, encode_plain
 
 # Private-use characters, which messages should not contain. They enclose the marks that temporarily replace
 # special tokens in messages.
@@ -43,9 +43,10 @@ def encode_chats(tokenizer: Any, chats: Sequence[Sequence[Message]]) -> list[lis
     ]
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Return the token ids of one chat; see encode_chats."""
-    return encode_chats(tokenizer, [messages])[0]
+def encode_chat(tokenizer: Any, messages: Sequence[Message], most: int | None = None) -> list[int]:
+    """Return the token ids of one chat; see encode_chats, and for `most` encode_marked."""
+    marked, texts = mark_special(tokenizer, [message.as_dict() for message in messages])
+    return encode_marked(tokenizer, render_prompt(tokenizer, marked), texts, most)
 
 
 @functools.lru_cache(maxsize=4)
@@ -203,14 +204,19 @@ def _spans(encoded: Any, text: str, special: dict[str, int]) -> list[tuple[int, 
     ]
 
 
-def encode_marked(tokenizer: Any, text: str, texts: dict[str, str]) -> list[int]:
+def encode_marked(tokenizer: Any, text: str, texts: dict[str, str], most: int | None = None) -> list[int]:
     """Return the token ids of a rendered chat with the marks of mark_special.
 
     A piece between two special tokens of the template keeps its ids if it contains no mark. Otherwise its
     marks are replaced by their texts, and the piece is encoded as text.
+    most: more tokens are too many. Of a long text with more, only a beginning is encoded, and `most` + 1 ids
+    are returned.
     """
+    if most is not None:
+        begun = beginning(tokenizer, text, most + 1, lambda same, part: encode_marked(same, part, texts))
+        return encode_marked(tokenizer, begun, texts)[: most + 1 if begun != text else None]
     special, _ = _special_tokens(tokenizer)
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids: list[int] = encoded["input_ids"]
     out: list[int] = []
     # Hostile text may have thousands of marks: one pass over the text replaces all of them.

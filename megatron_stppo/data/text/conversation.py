@@ -16,18 +16,26 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
-def encode_conversation(tokenizer: Any, messages: Messages, tools: Tools = None) -> list[int]:
+def encode_conversation(
+    tokenizer: Any, messages: Messages, tools: Tools = None, most: int | None = None
+) -> list[int]:
     """Return the token ids of the messages, rendered by the chat template with the assistant's opening.
 
-    tools: descriptions of functions, as the template reads them. Raises ConfigError for messages that the
-    template rejects.
+    tools: descriptions of functions, as the template reads them. most: see encode_marked. Raises ConfigError
+    for messages that the template rejects.
     """
     text, texts = _rendered(tokenizer, messages, tools)
-    return encode_marked(tokenizer, text, texts)
+    return encode_marked(tokenizer, text, texts, most)
 
 
 def encode_after(
-    tokenizer: Any, messages: Messages, tools: Tools, completion: int, last_id: int, ends: Collection[int]
+    tokenizer: Any,
+    messages: Messages,
+    tools: Tools,
+    completion: int,
+    last_id: int,
+    ends: Collection[int],
+    most: int | None = None,
 ) -> list[int]:
     """Return the token ids of the template's text that follows the completion messages[completion].
 
@@ -35,7 +43,8 @@ def encode_after(
     the template makes of it, or of earlier messages, has no effect. The first id is the template's
     end-of-text token, unless the completion has it already.
 
-    last_id: the last sampled id of the completion. ends: ids of end-of-text tokens. Raises ConfigError for
+    last_id: the last sampled id of the completion. ends: ids of end-of-text tokens. most: see encode_marked;
+    it counts what is left of the completion's message. Raises ConfigError for
     messages that the template rejects, or if it does not end an assistant's message with such a token.
     Example: messages user, assistant, user with ChatML, last_id of "<|im_end|>" and completion=1 give the ids
     of "\\n<|im_start|>user\\n..<|im_end|>\\n<|im_start|>assistant\\n".
@@ -45,7 +54,7 @@ def encode_after(
     replaced[completion] = _placed(replaced[completion], place)
     text, texts = _rendered(tokenizer, replaced, tools)
     _, found, rest = text.rpartition(place)
-    ids = encode_marked(tokenizer, rest, texts) if found else []
+    ids = encode_marked(tokenizer, rest, texts, most) if found else []
     end = next((index for index, number in enumerate(ids) if number in ends), None)
     if end is None:
         raise ConfigError(

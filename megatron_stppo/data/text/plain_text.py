@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -29,6 +32,88 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
     """Return the token ids of untrusted text that follows other tokens. "<|im_end|>" in it becomes text."""
     ids: list[int] = _continuing(tokenizer).encode(text, add_special_tokens=False, split_special_tokens=True)
     return ids
+
+
+def beginning(
+    tokenizer: Any, text: str, count: int, encode: Callable[[Any, str], list[int]] = encode_plain
+) -> str:
+    """Return a beginning of a long text that has the same first `count` tokens; a short text as it is.
+
+    Encoding takes time in proportion to the length, and an observation may have megabytes. A beginning is
+    long enough if it can be shown that what follows has no effect on those tokens:
+
+    - The text is cut at several places (_cuts), of which at least one lies between two of its tokens. The
+      tokens before such a place are those of the text up to it: BPE merges nothing across it, and the best
+      path of a unigram model to it depends on nothing behind it. So the first tokens that the texts up to
+      each of these places share are those of the whole text.
+    - The end of a text changes its last word: a contraction, or a word that is a token as a whole. This
+      reaches less far than the longest token, so there must be as many tokens more.
+    - An expression of a pre-tokenizer may take white space up to its last line break as one word. If there
+      is white space at a place, the text up to it must share the tokens also with a line break after it.
+
+    Otherwise a beginning twice as long is tried. encode: (tokenizer, text) -> ids.
+    """
+    needed = count + _shape(tokenizer).longest
+    size = 4 * needed
+    while 2 * size < len(text):
+        ends = _cuts(tokenizer, text, size)
+        tried = [text[:end] for end in ends]
+        tried += [f"{one}\n" for one in tried if one[-1].isspace()]
+        if len(tried) * size < len(text):  # else encoding the whole text is cheaper
+            found = [encode(tokenizer, one) for one in tried]
+            if found and all(len(ids) >= needed and ids[:count] == found[0][:count] for ids in found):
+                return tried[0]
+        size *= 2
+    return text
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What the tokens of a vocabulary look like, with characters as they are written in it ("Ġ" or "▁").
+
+    longest: the length of the longest token. reach: two characters that follow each other in a token -> the
+    length of the longest such token. ascii: how an ASCII character is written.
+    """
+
+    longest: int
+    reach: Mapping[tuple[str, str], int]
+    ascii: Mapping[str, str]
+
+
+@functools.lru_cache(maxsize=4)
+def _shape(tokenizer: Any) -> _Shape:
+    alone = {c: tokenizer.convert_ids_to_tokens(encode_plain(tokenizer, c)) for c in map(chr, range(128))}
+    ascii = {c: tokens[0] for c, tokens in alone.items() if len(tokens) == 1 and len(tokens[0]) == 1}
+    added = ("".join(ascii.get(c, c) for c in token) for token in tokenizer.get_added_vocab())
+    reach: dict[tuple[str, str], int] = {}
+    tokens = sorted({*tokenizer.get_vocab(), *added}, key=len)
+    for token in tokens:
+        reach.update(dict.fromkeys(itertools.pairwise(token), len(token)))
+    return _Shape(len(tokens[-1]), reach, ascii)
+
+
+def _cuts(tokenizer: Any, text: str, size: int) -> Sequence[int]:
+    """Return places in the text, at most `size`, of which at least one lies between two tokens of the text.
+
+    No token lies on both sides of a place between two characters that follow each other in no token. If the
+    longest token with both has 5 characters, a token begins at the place or at one of the 4 before it. Two
+    digits may be of a mark (chat.py). No places if the normaliser changes characters there together with
+    those behind.
+    """
+    shape = _shape(tokenizer)
+    reach, last = shape.longest, size
+    for end in range(size, size // 2, -1):
+        pair = text[end - 1 : end + 1]
+        if pair.isascii() and all(c in shape.ascii for c in pair) and not pair.isdecimal():
+            found = shape.reach.get((shape.ascii[pair[0]], shape.ascii[pair[1]]), 1)
+            if found < reach:
+                reach, last = found, end
+        if reach == 1:
+            break
+    near = text[last - reach : last + 1]
+    normalizer = _continuing(tokenizer).backend_tokenizer.normalizer
+    shorter = normalizer is not None and len(normalizer.normalize_str(near)) < len(near)
+    return [] if shorter or any(map(unicodedata.combining, near)) else range(last - reach + 1, last + 1)
 
 
 def decode_plain(tokenizer: Any, token_ids: Sequence[int]) -> str:

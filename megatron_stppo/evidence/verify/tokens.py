@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron_stppo.base.types import FAILED, Message, Turn
+from megatron_stppo.data.text.plain_text import beginning
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.evidence.verify.arrival import agreement
@@ -83,8 +84,9 @@ class _Reader:
                 where = f"episode {number}, observation {place + 1}"
                 context += turn.token_ids
                 text = record.observations[place] if place < len(record.observations) else ""
-                whole = len(self._encoded(text)) + self._frame  # one that is longer was cut
-                if turn.observation_ids and whole <= self._limits.max_observation_tokens:
+                limit = self._limits.max_observation_tokens
+                read = self._encoded(beginning(self._tokenizer, text, limit + 1))
+                if turn.observation_ids and len(read) + self._frame <= limit:  # one that is longer was cut
                     yield from self._observation(where, conversation, context, turn, text)
                 context += turn.observation_ids
 

@@ -29,7 +29,7 @@ from megatron_stppo.base.types import Branch, Message, Outcome, Task, Trajectory
 from megatron_stppo.config import Config
 from megatron_stppo.data.text.chat import encode_chat
 from megatron_stppo.data.text.conversation import encode_after
-from megatron_stppo.data.text.plain_text import decode_plain, encode_plain
+from megatron_stppo.data.text.plain_text import beginning, decode_plain, encode_plain
 from megatron_stppo.environments.base import Completion, Request, StepResult
 from megatron_stppo.rollout.episodes.record import Record, RecordedHistory
 from megatron_stppo.rollout.vllm.generation import Finished, Reason, RecordedTurn
@@ -154,16 +154,16 @@ class Episode:
     def start(self, messages: tuple[Message, ...], stop_strings: tuple[str, ...]) -> None:
         """Tokenise the prompt. One that is too long, or that the chat template fails on, ends the episode."""
         self.stop_strings, self.messages = stop_strings, [message.as_dict() for message in messages]
+        limit, field = self.limits.prompt
         try:
-            ids = encode_chat(self.tokenizer, messages)
+            ids = encode_chat(self.tokenizer, messages, limit)
         except Exception as error:  # a template may fail in any way on messages that it was not written for
             return self._end_of_template(error)
-        self._current.begin(ids)
-        limit, field = self.limits.prompt
-        if len(ids) > limit:
-            self._current.begin(ids[:limit])  # not played; cut, so as not to fill a micro-batch
+        self._current.begin(ids[:limit])
+        if len(ids) > limit:  # not played; cut, so as not to fill a micro-batch
             self.overlong_prompt = len(ids)
-            self.end("error", f"prompt of {len(ids)} tokens exceeds {field}")
+            length = f"more than {limit}" if len(ids) == limit + 1 else len(ids)
+            self.end("error", f"prompt of {length} tokens exceeds {field}")
 
     def ask(self, request: Request) -> None:
         """Continue a history with an agent's request, or begin one."""
@@ -281,10 +281,10 @@ class Episode:
 
     def _shortened(self, text: str, limit: int) -> tuple[int, ...]:
         """Return the token ids of an observation, at most `limit`."""
-        ids = encode_plain(self.tokenizer, text)
+        ids = encode_plain(self.tokenizer, beginning(self.tokenizer, text, limit + 1))
         if len(ids) <= limit:
             return tuple(ids)
-        closing = _CLOSING.search(text)
+        closing = _CLOSING.search(text[-64:])
         tail = encode_plain(self.tokenizer, closing.group()) if closing else []
         kept = limit - len(tail) if len(tail) < limit else limit
         return tuple(ids[:kept] + tail[: limit - kept])

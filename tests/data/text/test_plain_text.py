@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.base.types import Message
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.demonstrations import encode, validated
 from megatron_stppo.data.text.chat import CLOSE, OPEN, encode_chat, encode_marked
-from megatron_stppo.data.text.plain_text import check_continues, decode_plain, encode_plain
+from megatron_stppo.data.text.plain_text import beginning, check_continues, decode_plain, encode_plain
 from tests.data.text.tokenizer_kinds import KINDS
 
 each = pytest.mark.parametrize("tokenizer", KINDS.values(), ids=KINDS)
@@ -36,6 +38,91 @@ PIECES = [
     ",",
 ]
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
+
+WORDS = r"|'(?i:s|t|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+EXPRESSIONS = {  # of pre-tokenizers: as of Llama 3; with numbers in groups from the right; none
+    "words": r"\p{N}{1,3}" + WORDS,
+    "grouped": r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))" + WORDS,
+    "no words": r"[\s\S]+",
+}
+AWKWARD = [
+    *(
+        "a",
+        "ab",
+        "A",
+        "1",
+        "12",
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "\n ",
+        "'s",
+        "...",
+        "=",
+        "é",
+        "e\u0301",
+        "\u0301",
+    ),
+    *(
+        "\u0327",
+        "一",
+        "二三",
+        "→",
+        "\u200b",
+        "\u1100",
+        "\u1161",
+        "\u2581",
+        "<|im_end|>",
+        "</s>",
+        "<tool>",
+        "<to",
+    ),
+]
+
+
+def byte_level(expression: str, ignore_merges: bool = False) -> PreTrainedTokenizerFast:
+    """Merges of the awkward pieces, also of white space before and after a line break."""
+    core = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    core.normalizer, core.decoder = normalizers.NFC(), decoders.ByteLevel()
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(expression), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=6,
+        show_progress=False,
+    )
+    core.train_from_iterator(["ab ba aaaa\n \n    \n  12 345 1000000 it's AAaa 一二三 ====..." * 3], trainer)
+    core.add_tokens([AddedToken("<tool>", normalized=False, special=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.Unigram())
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    core.decoder = decoders.Metaspace(prepend_scheme="never")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=60, special_tokens=["<unk>"], unk_token="<unk>", max_piece_length=6, show_progress=False
+    )
+    core.train_from_iterator(["ab ba aaaa  12 345 1000000 it's AAaa 一二三 ====..."] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
+
+LONG = {
+    **KINDS,
+    **{name: byte_level(expression) for name, expression in EXPRESSIONS.items()},
+    "whole words first": byte_level(EXPRESSIONS["words"], ignore_merges=True),
+    "unigram": unigram(),
+}
+RUNS = st.builds(str.__mul__, st.sampled_from(AWKWARD), st.sampled_from([1, 1, 2, 3, 40, 300]))
+LONG_TEXTS = st.lists(RUNS, min_size=4, max_size=40).map("".join)
 
 
 def whole(tokenizer: Any, text: str) -> list[int]:
@@ -112,6 +199,37 @@ def test_a_demonstration_has_the_tokens_of_the_rollout(tokenizer: Any) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "hi"}]
     (shown,) = encode([validated({"messages": chat})], tokenizer)
     assert list(shown.token_ids) == [*prompt, *encode_plain(tokenizer, "hi"), tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("tokenizer", LONG.values(), ids=LONG)
+@settings(max_examples=60, deadline=None)
+@given(text=LONG_TEXTS, count=st.sampled_from([1, 2, 5, 20]))
+@example(text="\n" + " " * 3000 + "\nab", count=1)  # one word, up to the last line break
+@example(text="1" * 3001, count=2)  # groups of 3 from the right
+@example(text="a" + "\u0301" * 3000 + "\u0327" * 9, count=5)  # the form NFC puts the last marks first
+@example(text="aaaaab" * 500, count=5)
+def test_the_beginning_of_a_long_text_has_its_first_tokens(tokenizer: Any, text: str, count: int) -> None:
+    begun = beginning(tokenizer, text, count)
+    assert text.startswith(begun)
+    assert encode_plain(tokenizer, begun)[:count] == encode_plain(tokenizer, text)[:count]
+
+
+def test_the_last_character_of_a_long_text_may_decide_its_first_token() -> None:
+    """Of two merges that overlap, the one further right comes first: the text is paired from its end."""
+    letters = [chr(ord("A") + n) for n in range(41)]
+    merges = list(itertools.pairwise(letters))[::-1]
+    core = Tokenizer(models.BPE({t: n for n, t in enumerate([*letters, *map("".join, merges)])}, merges))
+    core.decoder = decoders.Fuse()
+    tokenizer, text = PreTrainedTokenizerFast(tokenizer_object=core), "".join(letters)
+    for whole, first in ((text, "A"), (text[:-1], "AB")):
+        ids = encode_plain(tokenizer, beginning(tokenizer, whole, 1))
+        assert tokenizer.convert_ids_to_tokens(ids[:1]) == [first]
+
+
+@pytest.mark.parametrize("name", LONG.keys() - {"unigram"})  # which may have several best paths
+def test_the_beginning_of_any_text_of_megabytes_is_short(name: str) -> None:
+    for piece in ("x y ", "a", " ", "\n", "一", "ab", "1;", "</s>"):
+        assert len(beginning(LONG[name], piece * 100_000, 96)) < 20_000, piece
 
 
 def test_only_a_tokenizer_that_needs_it_is_copied() -> None:

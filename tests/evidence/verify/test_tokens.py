@@ -42,8 +42,8 @@ def doubled_first_token(mp: pytest.MonkeyPatch) -> None:
     """trl #3856."""
     real = episode.encode_chat
 
-    def doubled(tokenizer: Any, messages: Any) -> list[int]:
-        ids = real(tokenizer, messages)
+    def doubled(tokenizer: Any, *given: Any) -> list[int]:
+        ids = real(tokenizer, *given)
         return [ids[0], *ids]
 
     mp.setattr(episode, "encode_chat", doubled)
@@ -52,7 +52,7 @@ def doubled_first_token(mp: pytest.MonkeyPatch) -> None:
 def missing_first_token(mp: pytest.MonkeyPatch) -> None:
     """marin #7179."""
     real = episode.encode_chat
-    mp.setattr(episode, "encode_chat", lambda tokenizer, messages: real(tokenizer, messages)[1:])
+    mp.setattr(episode, "encode_chat", lambda *given: real(*given)[1:])
 
 
 def doubled_end_of_a_turn(mp: pytest.MonkeyPatch) -> None:

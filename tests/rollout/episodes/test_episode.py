@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 
 import pytest
@@ -122,6 +123,22 @@ def test_a_prompt_beyond_its_limit_is_an_error_that_names_the_limit(
     whole = started(tokenizer).histories[0].prompt_ids
     assert episode.detail == f"prompt of {len(whole)} tokens exceeds rollout.max_prompt_tokens=5"
     assert episode.histories[0].prompt_ids == whole[:5], "cut, so that it does not fill a microbatch"
+
+
+def test_texts_of_megabytes_take_the_time_of_the_tokens_that_are_kept(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """20 MB took half a minute."""
+    huge, before = "the Paris " * 2_000_000 + "</a>", time.process_time()
+    episode = started(tokenizer)
+    episode.add_turn(turn(5))
+    episode.answer(seen(huge))
+    ids = episode.histories[0].turns[0].observation_ids
+    assert tokenizer.decode(ids).startswith("the Paris the") and tokenizer.decode(ids).endswith("</a>")
+    overlong = Episode(task(0), 0, LIMITS, tokenizer)
+    overlong.start((Message("user", f"{END}{huge}"),), ())
+    assert overlong.detail == "prompt of more than 50 tokens exceeds rollout.max_prompt_tokens=50"
+    assert time.process_time() - before < 5.0
 
 
 def test_a_turn_cut_by_its_own_limit_is_still_passed_to_the_environment(
