@@ -3,7 +3,12 @@ trace, and ends with the exit code of the error (docs/cluster.md)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_stppo.base.types import Trajectory
 
 
 class Ending(Exception):
@@ -52,9 +57,11 @@ class TooManyFailures(Ending, RuntimeError):
 
     All ranks raise the same error. The cause is outside this program, and the message contains it. A training
     run writes a checkpoint before it ends, and a resumed run plays these episodes again.
+    own: the trajectories that were left on this rank.
     """
 
     exit_code = 1
+    own: Sequence[Trajectory] = ()
 
 
 class CannotServe(Ending, RuntimeError):

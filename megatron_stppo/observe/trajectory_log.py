@@ -13,6 +13,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import msgspec
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stppo.base.errors import CannotRecord
+from megatron_stppo.base.errors import CannotRecord, TooManyFailures
 from megatron_stppo.base.files import replacing
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
@@ -56,6 +57,18 @@ class TrajectoryLog:
         digest = hashlib.sha256()
         self._replace(played_path(self._run, iteration), _hashing(parts, digest))
         return {DIGEST: digest.hexdigest()} if self._rank == 0 else {}
+
+    @contextmanager
+    def failing(self, iteration: int) -> Iterator[None]:
+        """Context for playing the episodes of an iteration, which are also written if too many fail.
+
+        Collective, as the error TooManyFailures is.
+        """
+        try:
+            yield
+        except TooManyFailures as error:
+            self.write(iteration, error.own)
+            raise
 
     def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
         """Write one line per trajectory on rank 0 (training/update/turns.py); no file if `turns` is empty.

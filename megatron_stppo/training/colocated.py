@@ -96,7 +96,7 @@ class Worker:
 
         terms = Terms(rollout.tasks_per_iteration, rollout.samples_per_task, resample=rollout.resample)
         played = resampled(self.cursor.take, play, terms)
-        self.failures.check(played.with_dropped)
+        self.failures.check(played.with_dropped, played.own)
         self._position = self.cursor.state()
         return played
 
@@ -138,7 +138,7 @@ class Worker:
         process (see Restarts), and TooManyFailures.
         """
         played = self._played(tasks, samples, settings, seed, progress)
-        self.failures.check(played.every)
+        self.failures.check(played.every, played.own)
         return played
 
     def _played(

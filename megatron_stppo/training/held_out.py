@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from megatron_stppo.base.types import FAILED
@@ -29,7 +30,8 @@ def held_out(
     config = rollouts.learner.config
     settings = rollout_settings(config, config.evaluate.temperature)
     started = time.perf_counter()
-    played = rollouts.play(given.tasks, config.evaluate.samples, settings, SEED, progress)
+    with log.failing(iteration) if log is not None else nullcontext():
+        played = rollouts.play(given.tasks, config.evaluate.samples, settings, SEED, progress)
     seconds = time.perf_counter() - started
     every = [t for t in played.every if t.branch == 0]  # an episode counts once
     warn("evaluation", every, rollouts.learner.mesh.rank)

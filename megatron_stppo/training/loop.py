@@ -64,7 +64,7 @@ def train(
     for iteration in training.iterations():
         done = iteration + 1
         # rollout: multi-turn episodes against the environment
-        with observer.phase("rollout"), training.leaving(iteration):
+        with observer.phase("rollout"), training.leaving(iteration), log.failing(done):
             played = rollouts.draw(iteration)
         written = log.write(done, played.own) | {attempts.ATTEMPT: training.attempt}
         warn(f"iteration {done}", played.with_dropped, learner.mesh.rank)

@@ -39,7 +39,7 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
     with timed("first reshard", rank == 0):
         worker.publish(version)
     for iteration in progress(range(version, run.iterations), "rollouts", rank == 0, every=None):
-        with metrics.phase("rollout"):
+        with metrics.phase("rollout"), log.failing(iteration + 1):
             played = worker.draw(iteration)
         written = log.write(iteration + 1, played.own)
         warn(f"iteration {iteration + 1}", played.with_dropped, rank)

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_stppo.base.errors import CannotRecord
+from megatron_stppo.base.errors import CannotRecord, TooManyFailures
 from megatron_stppo.base.types import Message, Task, Trajectory, Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.finite import columns
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.observe.trajectory_files import new_folder, recorded, turns_path
 from megatron_stppo.observe.trajectory_log import TrajectoryLog, encode, read
+from megatron_stppo.rollout.episodes.failures import FailureLimit
 from tests.full_disk import full_disk
 from tests.ranks import run_ranks
 
@@ -196,6 +197,13 @@ def test_a_file_of_another_iteration_is_refused(tmp_path: Path) -> None:
     (folder / "iteration-00005.jsonl").rename(folder / "iteration-00006.jsonl")
     with pytest.raises(ConfigError, match=r"iteration-00006\.jsonl line 1: .*iteration=5, in the file of "):
         read(tmp_path, 6)
+
+
+def test_the_episodes_of_a_rollout_in_which_too_many_fail_are_written(tmp_path: Path) -> None:
+    failed = replace(EPISODE, outcome="error", detail="status 401")
+    with pytest.raises(TooManyFailures), TrajectoryLog(tmp_path, 0, tokenizer()).failing(5):
+        FailureLimit(0.2).check([failed.summary, EPISODE.summary], [failed, EPISODE])
+    assert [one.detail for one in read(tmp_path, 5)] == ["status 401", "Lomé"]
 
 
 def test_the_first_rank_returns_the_digest_of_the_file(tmp_path: Path) -> None:

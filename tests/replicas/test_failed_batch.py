@@ -32,8 +32,9 @@ def test_the_failed_episodes_of_all_batches_are_played_again_by_a_resumed_run_an
 
         replica = threading.Thread(target=play)
         replica.start()
-        with pytest.raises(TooManyFailures, match=r"^1 of 2 episodes failed"):
+        with pytest.raises(TooManyFailures, match=r"^1 of 2 episodes failed") as raised:
             rollouts.draw(0)
+        assert {one.outcome for one in raised.value.own} == {"timeout", "ok"}, "what the run then writes"
         replica.join()
         state, kept = rollouts.state() | {"iteration": 0}, decode_episodes(rollouts.episodes())[0]
     assert {done.number for done in kept} == {0, 1, 2}

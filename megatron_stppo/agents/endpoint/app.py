@@ -1,4 +1,5 @@
-"""The web application: POST /NAME/v1/.. for the paths of protocols/apis.py, GET /NAME/v1/models, HEAD /NAME.
+"""The web application: POST /NAME/v1/.. for the paths of protocols/apis.py, GET /NAME/v1/models and
+/NAME/v1/models/MODEL, HEAD /NAME.
 
 NAME is that of an episode, whose token every request must have. The token is checked before a body is read.
 All errors are JSON in the form of the API.
@@ -55,8 +56,10 @@ def application(doors: Doors) -> Starlette:
         session = _session(doors, request)
         session.admit()
         session.leave()
-        card = {"id": doors.model, "object": "model", "created": 0, "owned_by": "megatron_stppo"}
-        return JSONResponse({"object": "list", "data": [card | {"max_model_len": doors.max_context}]})
+        name = request.path_params.get("model")  # every name is taken, as in requests
+        card = {"id": name or doors.model, "object": "model", "created": 0, "owned_by": "megatron_stppo"}
+        card |= {"max_model_len": doors.max_context}
+        return JSONResponse({"object": "list", "data": [card]} if name is None else card)
 
     async def reached(request: Request) -> Response:
         """Answer clients that ask only whether there is a server, without a key."""
@@ -82,6 +85,7 @@ def application(doors: Doors) -> Starlette:
         routes=[
             *(Route(f"/{{name}}/v1{path}", answering(api), methods=["POST"]) for path, api in APIS.items()),
             Route("/{name}/v1/models", models, methods=["GET"]),
+            Route("/{name}/v1/models/{model:path}", models, methods=["GET"]),
             Route("/{name}", reached, methods=["HEAD"]),
         ],
         exception_handlers={Refusal: refused, HTTPException: unknown, Exception: failed},
@@ -108,7 +112,7 @@ async def _answered(doors: Doors, request: Request, api: Api) -> Response:
         try:
             ask = api.ask(await _content(request, doors.body_seconds), doors.has_parser)
         except Refusal as refusal:
-            session.refused = str(refusal)
+            session.refuse(refusal)
             raise
         ask.is_retry = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         request.state.connection.unread = ask  # see server.py

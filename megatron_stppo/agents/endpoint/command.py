@@ -19,7 +19,7 @@ from megatron_stppo.environments.base import AgentEpisode
 
 MOST_IN_VARIABLE = 100_000  # bytes of a task: Linux limits a variable to 128 KiB
 # The variables that a command gets from the run, besides those of environment.command_variables.
-INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV")
+INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "NO_PROXY", "no_proxy")
 MAX_OUTPUT = 2**16  # bytes of a command's output that are kept, the last ones
 
 

@@ -46,6 +46,7 @@ class AgentEnvironment:
 
     def __init__(self, agent: Agent, endpoint: Endpoint, rules: Rules) -> None:
         self._play, self._endpoint, self._rules = agent, endpoint, rules
+        self.refused_requests: dict[str, str] = {}  # Session.refusals
         self._session: Session | None = None
         self._agent: asyncio.Task[object] | None = None
 
@@ -62,6 +63,7 @@ class AgentEnvironment:
         """
         await self.close()
         self._session, self._recorder = self._endpoint.open(), Recorder(self._rules)
+        self._session.refusals = self.refused_requests
         episode = AgentEpisode(
             task, self._endpoint.url(self._session), self._session.token, self._endpoint.model, seed
         )
@@ -124,7 +126,7 @@ class AgentEnvironment:
             try:
                 answer = self._recorder.count(ask) if ask.counts else self._recorder.ask(ask)
             except Refusal as refusal:
-                session.refused = str(refusal)
+                session.refuse(refusal)
                 _answer(ask, refusal)
                 continue
             if isinstance(answer, Request):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import ipaddress
+import os
 from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
@@ -78,9 +79,20 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
         raise ConfigError(
             f"environment.kind=agent: {error}; free file descriptors of this machine"
         ) from error
+    _reach_without_proxy(endpoint.host)
     if warning := _unencrypted(address, endpoint.host, endpoint.port):
         say(warning)
     return partial(AgentEnvironment, agent, endpoint, rules)
+
+
+def _reach_without_proxy(host: str) -> None:
+    """Add the host to the variables that name what HTTP clients reach without a proxy.
+
+    Agents in this process, and their commands, inherit them. A proxy would get their prompts and keys.
+    """
+    names = ("NO_PROXY", "no_proxy")
+    known = [one.strip() for name in names for one in os.environ.get(name, "").split(",")]
+    os.environ.update(dict.fromkeys(names, ",".join(dict.fromkeys(filter(None, [*known, host])))))
 
 
 def _unencrypted(address: str, host: str, port: int) -> str:

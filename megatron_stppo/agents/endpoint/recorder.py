@@ -180,8 +180,8 @@ class Recorder:
         if ask.request is None or self._rules.parser is None:
             return text, ()
         content, calls, malformed = _parse(self._rules.parser, self._rules.tokenizer, ask.request, text)
-        if ask.api == "messages" and not all(_is_object(arguments) for _, arguments in calls):
-            content, calls, malformed = text, (), True  # this API sends arguments as objects
+        if not all(_is_valid(ask, name, arguments) for name, arguments in calls):
+            content, calls, malformed = text, (), True
         self.malformed_calls += malformed
         return content, tuple(
             (f"call{self.completions % 1000:03d}{n % 100:02d}", *call) for n, call in enumerate(calls)
@@ -236,12 +236,15 @@ def _parse(
     return parsed.content or "", calls, bool(complaints)
 
 
-def _is_object(arguments: str) -> bool:
+def _is_valid(ask: Ask, name: str, arguments: str) -> bool:
+    """Return whether a call has arguments of the form that the client relies on."""
+    if ask.api != "messages" and name not in ask.strict:
+        return True
     try:
-        msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        given = msgspec.json.decode(arguments, type=dict[str, Any])  # which the Messages API sends as objects
+        return name not in ask.strict or ask.strict[name].is_valid(given)
+    except Exception:  # also of a schema, whose references and expressions are the client's
         return False
-    return True
 
 
 @contextmanager

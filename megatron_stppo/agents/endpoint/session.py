@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from megatron_stppo.agents.protocols.asks import Ask
 from megatron_stppo.agents.protocols.body import Refusal
 
 ENDED = "the episode has ended"
+KINDS = 8  # of refusals that are noted
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Session:
         self._closed = False
         self.asked = 0  # requests for a completion, whether their clients wait for it or not
         self.refused = ""  # why the last request that was refused was refused
+        self.refusals: dict[str, str] = {}  # the same of status 400, by its kind: the text without numbers
         self._waiting = self._requests = 0
         self._allowed, self._since = self.limits.per_second, time.monotonic()
 
@@ -73,6 +76,12 @@ class Session:
             raise Refusal(429, f"more than {self.limits.per_second:g} requests per second", "rate_limit")
         self._allowed -= 1
         self._waiting += 1
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Note why a request is refused. Any thread may call it."""
+        self.refused = str(refusal)
+        if refusal.status == 400 and len(self.refusals) < KINDS:
+            self.refusals.setdefault(re.sub(r"\d+", "", self.refused), self.refused)
 
     def leave(self) -> None:
         self._waiting -= 1

@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from jsonschema import Draft202012Validator, SchemaError
 from pydantic import BaseModel, ValidationError
+from referencing import Registry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
-from megatron_stppo.agents.protocols.body import Refusal, fields
-from megatron_stppo.agents.protocols.chat_messages import compared, template_messages
+from megatron_stppo.agents.protocols.body import Refusal, fields, listed
+from megatron_stppo.agents.protocols.chat_messages import check_calls, compared, template_messages
 from megatron_stppo.agents.protocols.reply import Reply
 
 BOTH = {
@@ -85,6 +87,9 @@ class Ask:
     token_ids: bool = False  # whether they are returned
     thinking: bool = False  # messages, responses: whether thinking is sent apart from the text
     sealed: bool = False  # responses: whether the client wants thinking in a form that it can send back
+    strict: dict[str, Draft202012Validator] = field(
+        default_factory=dict
+    )  # of a tool's arguments, by its name
     namespaces: dict[str, str | None] = field(default_factory=dict)  # responses: by the name of a tool
     counts: bool = False  # asks for the number of tokens instead of a completion
     request: ChatCompletionRequest | None = None  # for a tool parser; None if no tool may be called
@@ -102,16 +107,18 @@ class Ask:
         self.kind, self.units, self.messages, self.tools, self.request = None, (), [], [], None
 
 
-def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
+def chat_ask(body: Mapping[str, Any], has_parser: bool, in_order: bool = True) -> Ask:
     """Return what POST /v1/chat/completions asks for. Raises Refusal.
 
-    has_parser: whether the run can parse calls of tools.
+    has_parser: whether the run can parse calls of tools. in_order: see check_calls.
     """
     given = _accepted("chat", body)
     request = _validated(ChatCompletionRequest, given)
     assert isinstance(request, ChatCompletionRequest)
     messages = template_messages(given.get("messages") or ())
+    check_calls(messages, in_order)
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
+    strict = dict(_strict(tools))
     if tools and not has_parser:
         raise Refusal(400, "tools: environment.tool_parser is not set; name vLLM's parser for the model")
     if given.get("tool_choice") not in (None, "auto", "none"):
@@ -125,6 +132,7 @@ def chat_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
         tools=tools,
         logprobs=bool(request.logprobs),
         request=request.model_copy(update={"tool_choice": "auto"}) if calls_tools else None,
+        strict=strict,
         **_common(given, request),
     )
 
@@ -172,12 +180,9 @@ def _common(given: Mapping[str, Any], request: ChatCompletionRequest | Completio
     for name, value in limits.items():
         if value < 1:
             raise Refusal(400, f"{name}: must be at least 1")
-    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
-    if len(stop) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP_LENGTH for text in stop):
-        raise Refusal(400, f"stop: at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters")
     return {
         "max_tokens": min(MOST_TOKENS, *limits.values()) if limits else None,
-        "stop": stop,
+        "stop": _stops(given.get("stop", [])),
         "keep_stop": bool(request.include_stop_str_in_output),
         "stream": bool(request.stream),
         "usage_in_stream": bool(request.stream_options and request.stream_options.include_usage),
@@ -186,24 +191,52 @@ def _common(given: Mapping[str, Any], request: ChatCompletionRequest | Completio
     }
 
 
-def translated(chat: Mapping[str, Any], has_parser: bool, names: Mapping[str, str]) -> Ask:
+def _stops(stop: Any) -> tuple[str, ...]:
+    every = listed("stop", [stop] if isinstance(stop, str) else stop)
+    if len(every) > MAX_STOPS:
+        raise Refusal(400, f"stop: has {len(every)} texts; the endpoint takes at most {MAX_STOPS}")
+    if not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in every):
+        raise Refusal(400, f"stop: must be texts of 1 to {MAX_STOP_LENGTH} characters")
+    return tuple(every)
+
+
+def translated(
+    chat: Mapping[str, Any], has_parser: bool, names: Mapping[str, str], in_order: bool = True
+) -> Ask:
     """Return chat_ask of the request of another API. Fields that are null or empty are left out.
 
     names: {field of the chat: its name in the other API}, for Refusal.
     """
     try:
         kept = {name: v for name, v in chat.items() if name == "messages" or (v is not None and v != [])}
-        return chat_ask(kept, has_parser)
+        return chat_ask(kept, has_parser, in_order)
     except Refusal as refusal:
         name = re.match(r"\w*", str(refusal))[0]  # type: ignore[index]
         said = names.get(name, name) + str(refusal).removeprefix(name)
         raise Refusal(refusal.status, said, refusal.code) from None
 
 
+def _strict(tools: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Draft202012Validator]]:
+    """Yield (name, what checks its arguments) for each strict tool. Removes the field, which no policy reads.
+
+    Nothing is fetched that a schema refers to.
+    """
+    for place, tool in enumerate(tools):
+        function = tool["function"]
+        if function.pop("strict", False):
+            schema = function.get("parameters") or {}
+            try:
+                Draft202012Validator.check_schema(schema)
+            except SchemaError as error:
+                said = f"tools[{place}]: its parameters are no JSON schema ({error.message[:80]})"
+                raise Refusal(400, said) from None
+            yield function["name"], Draft202012Validator(schema, registry=Registry())
+
+
 def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:
     """Return vLLM's record of the request. Raises Refusal with its first error."""
     try:
-        return protocol.model_validate(dict(given))
+        return protocol.model_validate({name: value for name, value in given.items() if name != "stop"})
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"][:3])

@@ -14,6 +14,35 @@ MAX_BYTES = 2**22  # of a body: more text than a context of 10^6 tokens
 MAX_DEPTH = 64
 MAX_ITEMS = 2**16  # lists, objects and elements of a body; a list of token ids may have more
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
+# What a field of any API must be, accepted or ignored: (names, types, the types in words).
+_TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    (
+        "temperature top_p top_k min_p seed frequency_penalty presence_penalty repetition_penalty "
+        "length_penalty max_tokens max_completion_tokens max_output_tokens priority stream_interval",
+        (int, float),
+        "a number",
+    ),
+    (
+        "stream store parallel_tool_calls include_stop_str_in_output return_token_ids include_reasoning "
+        "skip_special_tokens spaces_between_special_tokens",
+        (bool,),
+        "true or false",
+    ),
+    (
+        "model user service_tier safety_identifier prompt_cache_key prompt_cache_retention reasoning_effort "
+        "verbosity request_id session_id cache_salt inference_geo speed user_profile_id workspace_id",
+        (str,),
+        "a text",
+    ),
+    (
+        "metadata stream_options cache_control client_metadata prompt_cache_options diagnostics",
+        (dict,),
+        "an object",
+    ),
+)
+TYPES = {name: (types, said) for names, types, said in _TYPES for name in names.split()}
+# What joins the texts of one content. Blocks of a system prompt are texts of their own; others are one text.
+BETWEEN = {"system": "\n\n", "developer": "\n\n"}
 
 
 class Refusal(Exception):
@@ -49,13 +78,23 @@ def fields(
     accepted: Collection[str],
     ignored: Collection[str],
     defaults: Mapping[str, Collection[Any]],
+    needed: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Return the accepted fields that are not null. Raises Refusal for one that must not be used.
+    """Return the accepted fields that are not null. Raises Refusal for one that must not be used, and for a
+    value that has not the type of its field.
 
     defaults: values of other fields that change nothing. null, [] and {} change nothing in any field.
     """
+    for name in needed:
+        if body.get(name) is None:
+            raise Refusal(400, f"{name}: must be given")
     for name, value in body.items():
-        if name in accepted or name in ignored or value is None or value in ([], {}):
+        if value is None:
+            continue
+        types, said = TYPES.get(name, ((type(value),), ""))
+        if type(value) not in types:  # a bool is no number
+            raise Refusal(400, f"{name}: must be {said}")
+        if name in accepted or name in ignored or value in ([], {}):
             continue
         if value not in defaults.get(name, ()):
             raise Refusal(400, f"{name[:40]!r} is not supported; remove it (docs/agents.md has all fields)")
@@ -78,14 +117,15 @@ def objects(where: str, value: Any) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def texts(where: str, content: Any, kinds: Collection[str] = ("text",)) -> str:
+def texts(where: str, content: Any, kinds: Collection[str] = ("text",), role: str = "") -> str:
     """Return the text of a content: a text, or a list of parts of the given types, which are joined.
 
     Raises Refusal for everything else. Example: "ab" for [{"type": "text", "text": "a"}, {.. "text": "b"}].
     """
     if isinstance(content, str):
         return content
-    return "".join(text_of(place, part, kinds) for place, part in objects(where, content))
+    parts = (text_of(place, part, kinds) for place, part in objects(where, content))
+    return BETWEEN.get(role, "").join(parts)
 
 
 def text_of(where: str, part: Mapping[str, Any], kinds: Collection[str] = ("text",)) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from megatron_stppo.agents.protocols.body import Refusal
+from megatron_stppo.agents.protocols.body import BETWEEN, Refusal
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -42,6 +43,31 @@ def compared(message: dict[str, Any]) -> Hashable:
     return message["role"], text, thinking, calls
 
 
+def check_calls(messages: Sequence[dict[str, Any]], in_order: bool) -> None:
+    """Raise Refusal for a call of a tool without a result, and for a result without a call.
+
+    messages: of template_messages. in_order: the results must follow the calls at once.
+    """
+    waiting = Counter[str]()  # ids of calls without a result
+    for message in messages:
+        if message["role"] == "tool":
+            call = message.get("tool_call_id", "")
+            if not waiting[call]:
+                raise Refusal(
+                    400, f"messages: there is a result of a tool, but no call before it: {call[:40]!r}"
+                )
+            waiting[call] -= 1
+        elif in_order:
+            _check_answered(waiting)
+        waiting.update(call["id"] for call in message.get("tool_calls", ()))
+    _check_answered(waiting)
+
+
+def _check_answered(waiting: Counter[str]) -> None:
+    if (left := next(waiting.elements(), None)) is not None:
+        raise Refusal(400, f"messages: a call of a tool has no result, which must follow it: {left[:40]!r}")
+
+
 def split_thinking(text: str) -> tuple[str, str]:
     """Return (thinking, the rest) of what a model writes; no thinking if none is complete.
 
@@ -59,7 +85,7 @@ def _template_message(where: str, message: Any) -> dict[str, Any]:
         raise Refusal(400, f"{where}: must be an object with a role of {', '.join(sorted(ROLES))}")
     # OpenAI's new name of the system role; many templates would leave out its messages
     role = "system" if message["role"] == "developer" else message["role"]
-    out = {"role": role, "content": _text(where, message.get("content"))}
+    out = {"role": role, "content": _text(where, message.get("content"), role)}
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [_call(f"{where}.tool_calls", call) for call in _list(where, calls)]
     for name in ("tool_call_id", "name"):
@@ -70,7 +96,7 @@ def _template_message(where: str, message: Any) -> dict[str, Any]:
     return out | ({"reasoning_content": reasoning} if reasoning and isinstance(reasoning, str) else {})
 
 
-def _text(where: str, content: Any) -> str:
+def _text(where: str, content: Any, role: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = [
@@ -79,7 +105,7 @@ def _text(where: str, content: Any) -> str:
     ]
     if not all(isinstance(part, str) for part in parts):
         raise Refusal(400, f"{where}.content: only text is supported")
-    return "".join(part for part in parts if part is not None)
+    return BETWEEN.get(role, "").join(part for part in parts if part is not None)
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:

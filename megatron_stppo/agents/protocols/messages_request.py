@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_stppo.agents.protocols.asks import Ask, translated
-from megatron_stppo.agents.protocols.body import Refusal, fields, objects, text_of, texts, unsupported
+from megatron_stppo.agents.protocols.body import Refusal, fields, listed, objects, text_of, texts, unsupported
 
 ACCEPTED = frozenset(
     "messages system tools tool_choice max_tokens stop_sequences stream thinking output_config "
@@ -29,13 +29,16 @@ def messages_ask(body: Mapping[str, Any], has_parser: bool, counts: bool = False
 
     Thinking is a block of its own in the reply if the request has `thinking`; else it is part of the text.
     """
-    given = fields(body, ACCEPTED, IGNORED, {})
+    given = fields(body, ACCEPTED, IGNORED, {}, () if counts else ("max_tokens",))
+    stops = given.get("stop_sequences", [])
+    if any(isinstance(one, str) and not one.strip() for one in listed("stop_sequences", stops)):
+        raise Refusal(400, "stop_sequences: each must have more than white space")
     chat = {
         "messages": list(_conversation(given)),
         "tools": [_tool(*one) for one in objects("tools", given.get("tools", []))],
         "tool_choice": _tool_choice(given.get("tool_choice")),
         "max_tokens": given.get("max_tokens"),
-        "stop": given.get("stop_sequences"),
+        "stop": stops,
         "stream": given.get("stream"),
     }
     if _object("output_config", given.get("output_config")).get("format") is not None:
@@ -83,7 +86,7 @@ def _system(where: str, content: Any) -> str:
             for part in content
             if not (isinstance(part, dict) and str(part.get("text")).startswith(BILLING))
         ]
-    return texts(where, content)
+    return texts(where, content, role="system")
 
 
 def _user(blocks: list[tuple[str, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
@@ -141,12 +144,15 @@ def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
             f"{where}: {str(kind)[:40]!r} is a tool that the API runs; only the client's own are supported",
         )
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-    if tool.get("description") is not None:
-        function["description"] = tool["description"]
+    function |= {name: tool[name] for name in ("description", "strict") if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
 def _tool_choice(choice: Any) -> str | None:
+    if _object("tool_choice", choice).get("disable_parallel_tool_use"):
+        raise Refusal(
+            400, "tool_choice.disable_parallel_tool_use: not supported; it would change the sampling"
+        )
     kind = _object("tool_choice", choice).get("type")
     if kind not in (None, "auto", "none"):
         raise Refusal(400, "tool_choice: only auto and none are supported, which do not change the sampling")

@@ -51,7 +51,7 @@ def responses_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
         "max_tokens": given.get("max_output_tokens"),
         "stream": given.get("stream"),
     }
-    ask = translated(chat, has_parser, NAMES)
+    ask = translated(chat, has_parser, NAMES, in_order=False)
     ask.api, ask.thinking, ask.sealed = "responses", bool(given.get("reasoning")), SEALED in include
     ask.namespaces = {tool["function"]["name"]: space for tool, space in tools}
     return ask
@@ -61,7 +61,7 @@ def _conversation(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat, in the client's order."""
     instructions, items = given.get("instructions"), given.get("input", [])
     if instructions is not None:
-        yield {"role": "system", "content": texts("instructions", instructions, ("input_text",))}
+        yield {"role": "system", "content": texts("instructions", instructions, ("input_text",), "system")}
     if isinstance(items, str):
         yield {"role": "user", "content": items}
         return
@@ -121,7 +121,10 @@ def _read(where: str, kind: Any, item: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "message":
         if (role := item.get("role")) not in ("user", "system", "developer"):
             raise Refusal(400, f"{where}.role: must be user, assistant, system or developer")
-        return {"role": role, "content": texts(f"{where}.content", item.get("content"), ("input_text",))}
+        return {
+            "role": role,
+            "content": texts(f"{where}.content", item.get("content"), ("input_text",), role),
+        }
     if kind == "function_call_output":
         text = texts(f"{where}.output", item.get("output"), ("input_text", "output_text"))
         return {"role": "tool", "content": text, "tool_call_id": str(item.get("call_id", ""))}
@@ -162,7 +165,8 @@ def _tools(listed: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[dict[
 def _tool(where: str, tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
         raise unsupported(where, tool.get("type"), ("function",))
-    named = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    fields = ("name", "description", "parameters", "strict")
+    named = {name: tool[name] for name in fields if tool.get(name) is not None}
     return {"type": "function", "function": named}
 
 

@@ -53,6 +53,8 @@ def beginning(
 
     Otherwise a beginning twice as long is tried. encode: (tokenizer, text) -> ids.
     """
+    if len(text) <= 8 * count:
+        return text
     needed = count + _shape(tokenizer).longest
     size = 4 * needed
     while 2 * size < len(text):

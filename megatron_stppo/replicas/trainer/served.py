@@ -122,7 +122,7 @@ class Served:
             dropped = encode(self._hub.ledger.dropped) if self._hub is not None else None
             played = replace(played, dropped=decode(broadcast_bytes(dropped, 0), list[Summary]))
         try:
-            self._failures.check(played.with_dropped)
+            self._failures.check(played.with_dropped, played.own)
         except TooManyFailures:
             if self._hub is not None:
                 self._hub.put_back()
@@ -152,7 +152,7 @@ class Served:
                 for i, number in enumerate(numbers)
             )
         played = Played.of(self._until(lambda hub: hub.results(numbers)) or [])
-        self._failures.check(played.every)
+        self._failures.check(played.every, played.own)
         return played
 
     def load_for(self, phase: Phase) -> None:

@@ -218,6 +218,9 @@ class EnvironmentHost:
                 await contract.close(environment)
         except BaseException as error:  # the episode has ended; its result stays valid
             self._lines.log(f"episode {index}: closing failed", error, one_line(described(error)))
+        if isinstance(environment, CompletionEnvironment):
+            for kind, reason in list(getattr(environment, "refused_requests", {}).items()):
+                self._lines.once(kind, f"episode {index}: a request of the agent is refused: {reason}")
 
     def _run(self) -> None:
         with asyncio.Runner() as runner:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from megatron_stppo.base.errors import TooManyFailures
 from megatron_stppo.base.printing import one_line
-from megatron_stppo.base.types import FAILED, Summary
+from megatron_stppo.base.types import FAILED, Summary, Trajectory
 from megatron_stppo.environments.base import MALFORMED_CALLS
 from megatron_stppo.environments.contract import METRIC_RULE
 
@@ -45,13 +45,20 @@ class FailureLimit:
     def __init__(self, rate: float) -> None:
         self._rate, self._failed, self._used = rate, 0, 0
 
-    def check(self, played: Sequence[Summary]) -> None:
-        """Count the failures of a rollout; `played` are the trajectories of all ranks.
+    def check(self, played: Sequence[Summary], own: Sequence[Trajectory] = ()) -> None:
+        """Count the failures of a rollout; `played` are the trajectories of all ranks, `own` of this one.
 
         An episode that was not played, because its environment gave a prompt that is too long, is not
         counted, unless no episode was played. Raises TooManyFailures, which names the counts, the
-        configuration field and the first failure.
+        configuration field and the first failure, and has the trajectories of this rank.
         """
+        try:
+            self._check(played)
+        except TooManyFailures as error:
+            error.own = own
+            raise
+
+    def _check(self, played: Sequence[Summary]) -> None:
         given = [t for t in played if t.branch == 0]  # an episode counts once
         played = [t for t in given if not t.overlong_prompt]
         if given and not played:
@@ -85,7 +92,7 @@ class FailureLines:
     """
 
     def __init__(self, to: logging.Logger) -> None:
-        self._log, self._shown = to, set[tuple[object, ...]]()
+        self._log, self._shown = to, set[Hashable]()
 
     def renew(self) -> None:
         """Begin a new rollout. May be called by any thread."""
@@ -96,12 +103,15 @@ class FailureLines:
         frames = list(reversed(traceback.extract_tb(error.__traceback__)))
         kind = type(error), *((frames[0].filename, frames[0].lineno) if frames else ())
         self._log.debug("%s", what, exc_info=error)
-        if kind in self._shown or len(self._shown) >= KINDS:
-            return
-        self._shown.add(kind)
         theirs = [f for f in frames if not f.filename.endswith(CALLERS)][:FRAMES]
         where = " < ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in theirs)
-        self._log.error("%s: %s%s", what, detail, one_line(f" ({where})" if where else ""))
+        self.once(kind, f"{what}: {detail}{one_line(f' ({where})' if where else '')}")
+
+    def once(self, kind: Hashable, line: str) -> None:
+        """Log a line, the first one of its kind."""
+        if kind not in self._shown and len(self._shown) < KINDS:
+            self._shown.add(kind)
+            self._log.error("%s", line)
 
 
 def described(error: BaseException) -> str:

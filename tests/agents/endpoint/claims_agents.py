@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import sys
@@ -272,6 +273,31 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
             played.detail,
         )
     assert not [name for name in world.endpoint._sessions], "every door is shut"
+
+
+def test_requests_that_are_refused_are_logged_once_per_kind_with_the_reason(world: World) -> None:
+    async def careless(episode: AgentEpisode) -> float:
+        async with client(episode) as sdk:
+            await say(sdk, [user("a")])
+            for given in ({"n": 2}, {"n": 3}, {"echo": True}, {"stop": ["a"] * 17}, {"stop": ["a"] * 18}):
+                with suppress(BadRequestError):
+                    await say(sdk, [user("a")], extra_body=given)
+            with suppress(BadRequestError):
+                await say(sdk, [user("a" * 999)])
+        return 1.0
+
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("megatron_stppo.rollout.episodes.environment_host")
+    logger.addHandler(handler)
+    world.tasks = [task(number, "") for number in range(3)]
+    played = world.play(careless)
+    logger.removeHandler(handler)
+    assert [one.outcome for one in played] == ["ok"] * 3
+    said = [record.getMessage().split(": ", 2)[1:] for record in records]
+    assert {first for first, _ in said} == {"a request of the agent is refused"}
+    assert sorted(reason.split()[0] for _, reason in said) == ["'echo'", "'n'", "stop:", "the"]
 
 
 def test_calls_of_tools_count_where_the_agent_fails_on_them(world: World) -> None:

@@ -54,11 +54,12 @@ def command(result: str, extra: str = "", **given: Any) -> Any:
 
 
 def test_a_command_is_an_agent_with_an_allow_listed_environment(world: World) -> None:
-    os.environ |= {"PLANTED_SECRET": "a41f", "WANTED": "yes"}
+    os.environ |= {"PLANTED_SECRET": "a41f", "WANTED": "yes", "no_proxy": "127.0.0.1"}
     (played,) = world.play(command(PLAYS, command_variables=["WANTED"]))
     assert (played.outcome, played.reward, len(played.turns)) == ("ok", 0.25, 1)
     names = played.detail.split()
     assert "WANTED" in names and "OPENAI_API_KEY" in names and "PATH" in names
+    assert "no_proxy" in names, "else a proxy in command_variables gets its prompts"
     assert "PLANTED_SECRET" not in names
     assert [name for name in names if "TOKEN" in name] == ["ANTHROPIC_AUTH_TOKEN"], "the episode's key"
     (number,) = world.play(command("1.5"))

@@ -95,6 +95,8 @@ def test_a_token_opens_its_own_episode_only(world: World) -> None:
         ((status, body),) = refused  # all the same: an unknown episode cannot be told from a wrong token
         assert status == 401 and json.loads(body)["error"]["message"] == "wrong API key, or no such episode"
         assert (await ask(endpoint, mine, mine.token, b"", path="models", method="GET"))[0] == 200
+        status, body = await ask(endpoint, mine, mine.token, b"", path="models/openai/m", method="GET")
+        assert (status, json.loads(body)["id"], json.loads(body)["object"]) == (200, "openai/m", "model")
         endpoint.shut(mine)
         assert (await ask(endpoint, mine, mine.token))[0] == 401, "not valid after the episode"
 
@@ -106,7 +108,7 @@ def test_other_paths_and_methods_get_an_error_of_the_api_that_names_what_there_i
         for path, method, expected, kind in (
             ("embeddings", "POST", 404, "not_found"),
             ("chat/completions", "GET", 405, "method_not_allowed"),
-            ("models", "DELETE", 405, "method_not_allowed"),
+            ("models/m", "DELETE", 405, "method_not_allowed"),
             ("x" * 9000, "POST", 404, "not_found"),
         ):
             status, body = await ask(endpoint, mine, mine.token, CHAT, path=path, method=method)

@@ -41,6 +41,11 @@ def call(name: str, given: dict[str, Any], number: str = "toolu_1") -> dict[str,
     return {"type": "tool_use", "id": number, "name": name, "input": given}
 
 
+def called(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a call of a tool and its result."""
+    return [said(call(name, given)), {"role": "user", "content": [result("A")]}]
+
+
 def result(content: Any, number: str = "toolu_1", **given: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": number, "content": content} | given
 
@@ -74,11 +79,15 @@ def test_a_request_becomes_a_chat_in_the_clients_order(world: World) -> None:
             call("search", {"q": "a"}, "toolu_1"),
             call("search", {"q": "b"}, "toolu_2"),
         ),
-        {"role": "user", "content": [result([text("B")], "toolu_2"), result("A"), text("Go on.")]},
+        {"role": "user", "content": [result([text("B")], "toolu_2"), result("A"), text("Go "), text("on.")]},
         {"role": "system", "content": "Be quick."},
-        system=[text("x-anthropic-billing-header: cc_version=1"), text("You are"), text(" an agent.")],
+        system=[
+            text("x-anthropic-billing-header: cc_version=1"),
+            text("You are an agent."),
+            text("Be kind."),
+        ],
         tools=[TOOL | {"cache_control": {"type": "ephemeral"}, "type": "custom"}],
-        tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        tool_choice={"type": "auto", "disable_parallel_tool_use": False},
         stop_sequences=["END"],
         temperature=1.0,
         metadata={"user_id": "u"},
@@ -88,7 +97,7 @@ def test_a_request_becomes_a_chat_in_the_clients_order(world: World) -> None:
         "system", "user", "assistant", "tool", "tool", "user", "system",
     ]  # fmt: skip
     assert [m["content"] for m in one.messages] == [
-        "You are an agent.", "Where is it?", "I look.", "B", "A", "Go on.", "Be quick.",
+        "You are an agent.\n\nBe kind.", "Where is it?", "I look.", "B", "A", "Go on.", "Be quick.",
     ]  # fmt: skip
     assert [one.messages[place]["tool_call_id"] for place in (3, 4)] == ["toolu_2", "toolu_1"]
     assert one.messages[2]["reasoning_content"] == "hm"
@@ -106,17 +115,18 @@ def test_a_request_becomes_a_chat_in_the_clients_order(world: World) -> None:
 
 def test_a_number_is_equal_in_each_form_in_which_clients_write_it(world: World) -> None:
     """JavaScript writes 1.0 as 1, and 1e16 with all of its digits."""
-    asked = [message(said(call("search", {"q": q}, "c")), *HI).units for q in (1.0, 1, 1e16, 10**16, 1.5)]
+    asked = [message(*called("search", {"q": q})).units for q in (1.0, 1, 1e16, 10**16, 1.5)]
     assert asked[0] == asked[1] != asked[2] == asked[3] != asked[4] != asked[0]
 
 
 def test_results_and_texts_of_a_user_keep_their_order(world: World) -> None:
-    one = message({"role": "user", "content": [text("a"), text("b"), result("c"), text("d"), result(None)]})
-    assert [(m["role"], m["content"]) for m in one.messages] == [
-        ("user", "ab"),
+    calls = said(call("f", {}, "1"), call("f", {}, "2"))
+    results = [result("c", "2"), result(None, "1"), text("a"), text("b")]
+    one = message(calls, {"role": "user", "content": results})
+    assert [(m["role"], m["content"]) for m in one.messages[1:]] == [
         ("tool", "c"),
-        ("user", "d"),
         ("tool", ""),
+        ("user", "ab"),
     ]
 
 
@@ -137,7 +147,7 @@ def test_what_hosted_clients_add_changes_neither_history_nor_retry(world: World)
 
 def test_numbers_as_javascript_writes_them_are_the_same_arguments(world: World) -> None:
     sampled, repeated = ({"q": 1.0, "r": [2.0, 0.5]}, {"r": [2, 0.5], "q": 1})
-    assert message(said(call("f", sampled)), HI[0]).units == message(said(call("f", repeated)), HI[0]).units
+    assert message(*called("f", sampled)).units == message(*called("f", repeated)).units
 
 
 def test_what_is_not_supported_is_refused_in_one_line(world: World) -> None:
@@ -151,19 +161,31 @@ def test_what_is_not_supported_is_refused_in_one_line(world: World) -> None:
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: not supported"),
         ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management:"),
         ({"messages": [user | {"content": [image]}]}, "messages[0].content[0]: the type 'image' is"),
+        ({"messages": [HI[0], said(call("f", {})), HI[0]]}, "messages: a call of a tool has no result"),
+        ({"messages": [user | {"content": [result("a")]}]}, "messages: there is a result of a tool, but no"),
         ({"messages": [user | {"content": [result([image])]}]}, "messages[0].content[0].content[0]:"),
         ({"messages": [said({"type": "redacted_thinking", "data": "x"})]}, "messages[0].content[0]: the"),
         ({"messages": [HI[0], said(text("The answer is"))]}, "messages: the last one is the assistant's"),
         ({"messages": [said({"type": "tool_use", "name": "f", "input": [1]})]}, "messages[0].content[0]:"),
         ({"messages": []}, "messages: must have at least one message"),
-        ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences: has 17 texts; the endpoint takes at most 16"),
+        ({"stop_sequences": ["END", " \n"]}, "stop_sequences: each must have more than white space"),
         ({"max_tokens": 0}, "max_tokens: must be at least 1"),
+        ({"max_tokens": "5"}, "max_tokens: must be a number"),
+        ({"max_tokens": None}, "max_tokens: must be given"),
+        ({"temperature": "hot"}, "temperature: must be a number"),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "tools": [TOOL]},
+            "tool_choice.disable_parallel_tool_use: not supported",
+        ),
         ({"thinking": "much"}, "thinking: must be an object"),
     ):  # fmt: skip
         assert refusal(lambda g=given: message(**g)).startswith(f"400 {expected}"), given
-    assert refusal(lambda: messages_ask({"messages": HI, "tools": [TOOL]}, has_parser=False)).startswith(
+    unparsed = {"messages": HI, "max_tokens": 9, "tools": [TOOL]}
+    assert refusal(lambda: messages_ask(unparsed, has_parser=False)).startswith(
         "400 tools: environment.tool_parser is not set"
     )
+    assert messages_ask({"messages": HI}, has_parser=True, counts=True), "which has no max_tokens"
 
 
 def test_any_value_in_any_place_is_accepted_or_refused_in_one_line(world: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def write_model(folder: Path) -> None:
 
 def test_the_endpoint_listens_at_the_address_of_the_configuration(world: World) -> None:
     given = {"kind": "agent", "command": ["echo"], "agents_address": "127.0.0.2"}
+    os.environ |= {"no_proxy": "a.b, ::1", "NO_PROXY": "a.b,c"}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         config = Config.model_validate(
@@ -59,6 +61,7 @@ def test_the_endpoint_listens_at_the_address_of_the_configuration(world: World) 
         make: Any = opening._agents(config)
     endpoint = make.args[1]
     assert endpoint.host == "127.0.0.2"
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "a.b,c,::1,127.0.0.2"
     endpoint.close()
 
 

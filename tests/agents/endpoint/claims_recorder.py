@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_stppo.agents.protocols.asks import chat_ask, text_ask
 from megatron_stppo.agents.protocols.reply import Reply
 from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.environments.base import Completion, Request
-from tests.agents.endpoint.claims_requests import TOOL, refusal
+from tests.agents.endpoint.claims_requests import TOOL, refusal, strict
 from tests.agents.endpoint.world import World
 from tests.data.text.test_conversation import TOKENIZER
 from tests.data.text.tokenizer_kinds import KINDS
@@ -120,6 +121,10 @@ def test_limits_are_refused_and_named(world: World) -> None:
         lambda: short.ask(chat(user("a" * 99)))
     )
     assert "no room" in short.reached_limit
+    huge, before = "the Paris " * 400_000, time.process_time()  # as long as a body
+    for ask in (chat(user(huge)), chat(user("a"), said("b"), user(huge)), text_ask({"prompt": huge})):
+        assert "the prompt has at least " in refusal(lambda a=ask: short.ask(a))
+    assert time.process_time() - before < 5.0, "not all of it is encoded"
     assert asked(short, chat(user("a")))[0] == 0, "the agent may go on with another history"
 
 
@@ -168,6 +173,25 @@ def test_what_is_not_a_call_stays_text(world: World) -> None:
         reply = answered(one, text)
         assert (reply.text, reply.calls, reply.finish_reason) == (text, (), "stop")
     assert one.malformed_calls == 2, "what the agent sends with the choice none is no call"
+
+
+def test_a_call_of_a_strict_tool_has_arguments_of_its_schema_or_is_text(world: World) -> None:
+    one = recorder(world, parser=ToolParserManager.get_tool_parser("hermes"))
+    words = {"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]}
+    for schema, arguments, calls in (
+        (words, '{"q": "a"}', 1),
+        (words, '{"q": 1}', 0),
+        (words, "{}", 0),
+        ({"$ref": "#"}, "{}", 0),
+        ({"$ref": "http://127.0.0.1:9/x"}, "{}", 0),
+    ):
+        request = chat(user(str((schema, arguments))), tools=[strict(schema)])
+        assert "strict" not in str(request.tools), "the policy does not read it"
+        asked(one, request)
+        written = f'<tool_call>{{"name": "search", "arguments": {arguments}}}</tool_call>'
+        assert len(answered(one, written).calls) == calls, (schema, arguments)
+    asked(one, chat(user("q"), tools=[TOOL]))
+    assert answered(one, '<tool_call>{"name": "search", "arguments": {}}</tool_call>').calls
 
 
 def test_calls_that_cannot_be_read_are_counted_and_not_logged(world: World) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from megatron_stppo.agents.protocols import body
+from megatron_stppo.agents.protocols import body, messages_request, responses_request
 from megatron_stppo.agents.protocols.asks import ACCEPTED, IGNORED, chat_ask, text_ask
-from megatron_stppo.agents.protocols.body import Refusal
+from megatron_stppo.agents.protocols.body import TYPES, Refusal
 from megatron_stppo.agents.protocols.chat_messages import compared, template_messages
 from megatron_stppo.agents.protocols.reply import Reply, chat_chunks, chat_object, text_chunks, text_object
 from tests.agents.endpoint.world import World
@@ -19,6 +19,11 @@ from tests.documented import NAME, rows
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "search", "arguments": "{}"}}],
+}
+ANSWER = {"role": "tool", "tool_call_id": "c1", "content": "A"}
 VALUES: list[Any] = [  # of any field
     None,
     0,
@@ -52,6 +57,10 @@ def chat(**given: Any) -> Any:
     return chat_ask({"messages": HI} | given, has_parser=True)
 
 
+def strict(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "search", "parameters": schema, "strict": True}}
+
+
 def test_every_accepted_and_ignored_field_has_its_row_in_docs_agents_md(world: World) -> None:
     table = [cells for cells in rows("agents.md") if len(cells) == 2]
     written = {
@@ -60,6 +69,10 @@ def test_every_accepted_and_ignored_field_has_its_row_in_docs_agents_md(world: W
     }
     assert sorted(written["ignored"]) == sorted(IGNORED)
     assert sorted(written["accepted"]) == sorted(ACCEPTED["chat"] | ACCEPTED["text"])
+
+
+def test_every_ignored_field_has_a_type(world: World) -> None:
+    assert IGNORED | messages_request.IGNORED | responses_request.IGNORED <= TYPES.keys()
 
 
 def test_sampling_of_the_client_is_ignored(world: World) -> None:
@@ -109,15 +122,26 @@ def test_wrong_values_are_refused_with_the_field(world: World) -> None:
             "messages",
         ),
         ({"max_tokens": 0}, "max_tokens: must be at least 1"),
-        ({"max_tokens": "many"}, "max_tokens"),
-        ({"stop": ["a"] * 17}, "stop"),
-        ({"stream": 7.5}, "stream"),
+        ({"max_tokens": "5"}, "max_tokens: must be a number"),
+        ({"temperature": "hot"}, "temperature: must be a number"),
+        ({"temperature": True}, "temperature: must be a number"),
+        ({"store": "no"}, "store: must be true or false"),
+        ({"metadata": "m"}, "metadata: must be an object"),
+        ({"stop": ["a"] * 17}, "stop: has 17 texts; the endpoint takes at most 16"),
+        ({"stop": ["a", ""]}, "stop: must be texts of 1 to 256 characters"),
+        ({"stream": 7.5}, "stream: must be true or false"),
+        ({"messages": [*HI, ANSWER]}, "messages: there is a result of a tool, but no call before it: 'c1'"),
+        ({"messages": [*HI, CALL]}, "messages: a call of a tool has no result, which must follow it: 'c1'"),
+        ({"messages": [*HI, CALL, *HI, ANSWER]}, "messages: a call of a tool has no result"),
+        ({"messages": [*HI, CALL, ANSWER, ANSWER]}, "messages: there is a result of a tool, but no call"),
+        ({"tools": [strict({"type": "good"})]}, "tools[0]: its parameters are no JSON schema"),
     ):
         assert refusal(lambda g=given: chat(**g)).startswith(f"400 {said}"), given
+    assert chat(messages=[*HI, CALL, ANSWER]) and chat(stop=["\n"] * 16).stop == ("\n",) * 16
 
 
 def test_numbers_become_integers_that_ranks_can_exchange(world: World) -> None:
-    for given, most in ((16.0, 16), ("16", 16), (10**20, 2**31 - 1), (None, None)):
+    for given, most in ((16.0, 16), (10**20, 2**31 - 1), (None, None)):
         for ask in (chat(max_tokens=given), text_ask({"prompt": "a", "max_tokens": given, "logprobs": 1})):
             assert ask.max_tokens == most and type(ask.max_tokens) is type(most), given
     assert chat(max_tokens=9, max_completion_tokens=8.0).max_tokens == 8

@@ -101,7 +101,7 @@ def test_a_text_is_a_message_of_the_user_and_the_chat_the_same_conversation(worl
 def test_two_turns_of_the_assistant_are_two_messages(world: World) -> None:
     for items, roles in (
         ((*HI, said("a"), said("b")), ["user", "assistant", "assistant"]),
-        ((*HI, CALL, THOUGHT, said("b")), ["user", "assistant", "assistant"]),
+        ((*HI, CALL, THOUGHT, said("b"), FOUND), ["user", "assistant", "assistant", "tool"]),
         ((*HI, CALL, CALL, FOUND, FOUND), ["user", "assistant", "tool", "tool"]),
         ((*HI, THOUGHT, CALL, FOUND), ["user", "assistant", "tool"]),
         ((*HI, THOUGHT), ["user", "assistant"]),
@@ -136,6 +136,10 @@ def test_what_is_not_supported_is_refused_in_one_line(world: World) -> None:
         ({"input": [foreign, said("a")]}, "input[0].encrypted_content: this endpoint has not sent it"),
         ({"input": []}, "input: must have at least one message"),
         ({"max_output_tokens": 0}, "max_output_tokens: must be at least 1"),
+        ({"max_output_tokens": "5"}, "max_output_tokens: must be a number"),
+        ({"temperature": "hot"}, "temperature: must be a number"),
+        ({"input": [*HI, CALL]}, "input: a call of a tool has no result"),
+        ({"input": [*HI, FOUND]}, "input: there is a result of a tool, but no call before it: 'c1'"),
     ):
         assert refusal(lambda g=given: request(**g)).startswith(f"400 {expected}"), given
 
@@ -225,7 +229,8 @@ def test_functions_of_a_namespace_are_called_by_both_names(world: World) -> None
         (None, "search"),
         (None, "maps__other"),
     ]
-    assert asked(one, request(*HI, *items, FOUND, tools=[space, TOOL]))[0] == 0
+    found = [FOUND | {"call_id": item["call_id"]} for item in items]
+    assert asked(one, request(*HI, *items, *found, tools=[space, TOOL]))[0] == 0
 
 
 def test_openais_sdk_plays_one_history_token_for_token(world: World) -> None:

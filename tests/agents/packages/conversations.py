@@ -136,19 +136,20 @@ class Talk:
         return self.family.between.join(self.family.call.format(country) for country in countries)
 
 
-def result(text: str) -> dict[str, str]:
-    return {"role": "tool", "content": text, "tool_call_id": "x"}
+def results(reply: Any, *texts: str) -> list[dict[str, str]]:
+    called = zip(reply.calls, texts, strict=True)
+    return [{"role": "tool", "content": text, "tool_call_id": call[0]} for call, text in called]
 
 
 def one_call(talk: Talk) -> None:
-    talk.say(talk.call("France"), SYSTEM, QUESTION)
-    talk.say("Paris.", result("Paris"))
+    reply = talk.say(talk.call("France"), SYSTEM, QUESTION)
+    talk.say("Paris.", *results(reply, "Paris"))
     talk.say("Rome.", SECOND)
 
 
 def two_calls(talk: Talk) -> None:
-    assert len(talk.say(talk.call("France", "Italy"), QUESTION).calls) == 2
-    talk.say("Paris, Rome.", result("Paris"), result("Rome"))
+    reply = talk.say(talk.call("France", "Italy"), QUESTION)
+    talk.say("Paris, Rome.", *results(reply, "Paris", "Rome"))
 
 
 def repeated_thinking(talk: Talk) -> None:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from megatron_stppo.observe.trajectory_files import played_path
 from tests.training.loop import small_run
 
 ANSWER = json.dumps({"result": [[{"id": "1", "contents": '"Rome"\nRome is a capital.'}]]}).encode()
@@ -65,6 +66,7 @@ class Ended:
     said: list[str]  # stderr
     rows: list[int]  # iterations in metrics.jsonl
     steps: list[str]  # checkpoints
+    details: list[str]  # of the episodes after the last row
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +105,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory, retriever: Retriever) -> tup
         note = json.loads((run / "exit.json").read_text())
         rows = [json.loads(line)["iteration"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         steps = sorted(path.name for path in (run / "checkpoints").glob("step_*"))
-        return Ended(note["code"], note["reason"], log.read_text().splitlines(), rows, steps)
+        after = played_path(run, rows[-1] + 1)
+        lines = after.read_text().splitlines() if after.exists() else []
+        details = [json.loads(line)["detail"] for line in lines]
+        return Ended(note["code"], note["reason"], log.read_text().splitlines(), rows, steps, details)
 
     def go_away_twice(process: subprocess.Popen[bytes]) -> None:
         metrics = run / "metrics.jsonl"
@@ -176,3 +181,4 @@ def test_a_run_in_which_too_many_episodes_fail_ends_with_a_checkpoint_of_its_las
     assert run.code == 1 and f"step_{run.rows[-1]}" in run.steps
     assert "more than environment.max_failure_rate=0.2 allows" in run.reason
     assert "status 401" in run.reason
+    assert sum("status 401" in detail for detail in run.details) > 0.2 * len(run.details) > 0, "what failed"
