@@ -88,9 +88,9 @@ class EnvironmentConfig(Section):
     max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")
     after_end: Literal["message", "text"] = Field(
         "message",
-        description="an observation after a turn that ended with an end-of-text token: message, a new "
-        "message of the user in the form of the chat template; text, inside the assistant's message as in "
-        "Search-R1",
+        description="an observation of an environment without stop strings, or after a turn that ended "
+        "with an end-of-text token: message, a new message of the user in the form of the chat template; "
+        "text, inside the assistant's message as in Search-R1",
     )
     deadline: Seconds = Field(30.0, description="seconds that a call of an environment may take")
     tool_wait: float = Field(

@@ -22,11 +22,12 @@ from megatron_stppo.training.rollouts import Rollouts
 class Said:
     """What the environment of an episode has said. An entry of the lists is for a turn that it has answered.
 
-    Example: Said(7, (Message("user", "Guess."),), [" higher ", ""], [7001.0, 7002.0]) of two turns.
+    Example: Said(7, (Message("user", "Guess."),), ("!",), [" higher ", ""], [7001.0, 7002.0]) of two turns.
     """
 
     seed: int  # of the environment
     messages: tuple[Message, ...]
+    stop_strings: tuple[str, ...]
     observations: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # those that the program got
 
@@ -44,7 +45,7 @@ class RecordedEnvironment:
     async def reset(self, task: Task, seed: int) -> list[Message]:
         messages = await contract.reset(self._environment, task, seed)
         assert not isinstance(messages, Request), "agents are not recorded"
-        self._record = self._records[seed] = Said(seed, messages)
+        self._record = self._records[seed] = Said(seed, messages, self.stop_strings)
         return list(messages)
 
     async def step(self, action: str) -> StepResult:

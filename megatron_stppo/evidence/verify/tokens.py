@@ -78,6 +78,7 @@ class _Reader:
             if record is None:  # of a replica: its environment may have changed the prompt
                 continue
             conversation, context = [one.as_dict() for one in record.messages], list(trajectory.prompt_ids)
+            stops = bool(record.stop_strings)
             if not any(self._has_special(one.content) for one in record.messages):
                 yield from self._prompt(f"episode {number}", conversation, context)
             for place, turn in enumerate(trajectory.turns):
@@ -87,17 +88,18 @@ class _Reader:
                 limit = self._limits.max_observation_tokens
                 read = self._encoded(beginning(self._tokenizer, text, limit + 1))
                 if turn.observation_ids and len(read) + self._frame <= limit:  # one that is longer was cut
-                    yield from self._observation(where, conversation, context, turn, text)
+                    yield from self._observation(where, conversation, context, turn, text, stops)
                 context += turn.observation_ids
 
     def scripted(self) -> Iterator[str]:
         """Yield what is wrong in episodes of two turns, with answers and observations of this file.
 
-        Some of the texts contain control tokens, which must be read as text.
+        Some of the texts contain control tokens, which must be read as text. The turns end with the
+        end-of-text token, with a stop string, or by their limit, which leaves the message open.
         """
         special = TEXT + "".join(self._special.values()) + "."
         for text in (TEXT, special):
-            for reason in ("end", "stop"):
+            for reason in ("end", "stop", "length"):
                 yield from self._script(text, reason)
 
     def _script(self, text: str, reason: Reason) -> Iterator[str]:
@@ -105,7 +107,8 @@ class _Reader:
         limits = Limits(FAR, FAR, FAR, FAR, self._limits.new_message)
         episode = Episode(task, 0, limits, self._tokenizer, self._ends)
         messages = (Message("user", text),)
-        episode.start(messages, ())
+        stops = reason == "stop"
+        episode.start(messages, ("x",) if stops else ())
         conversation, context = [one.as_dict() for one in messages], list(episode.context)
         if text == TEXT:
             yield from self._prompt("a prompt of one message", conversation, context)
@@ -126,7 +129,7 @@ class _Reader:
             if (turn.token_ids, turn.rollout_logprob) != (ids, logprobs):
                 yield f"{where}: the turn has other tokens or log-probs than the engine returned"
             context += ids
-            yield from self._observation(where, conversation, context, turn, text)
+            yield from self._observation(where, conversation, context, turn, text, stops)
             context += turn.observation_ids
 
     def _prompt(self, where: str, conversation: Conversation, ids: Sequence[int]) -> Iterator[str]:
@@ -137,15 +140,22 @@ class _Reader:
         yield from self._compared(where, ids, needed)
 
     def _observation(
-        self, where: str, conversation: Conversation, context: Sequence[int], turn: Turn, text: str
+        self,
+        where: str,
+        conversation: Conversation,
+        context: Sequence[int],
+        turn: Turn,
+        text: str,
+        stops: bool,
     ) -> Iterator[str]:
         """Yield what is wrong in the observation after a turn. context: the tokens up to the turn's end.
 
-        The conversation is continued, if the observation is a message.
+        stops: whether the environment has stop strings. The conversation is continued, if the observation is
+        a message.
         """
         self.observations += 1
         ids = turn.observation_ids
-        if not self._limits.new_message or turn.token_ids[-1] not in self._ends:
+        if not self._limits.new_message or (stops and turn.token_ids[-1] not in self._ends):
             read = self._tokenizer.decode(
                 [*context, *ids], skip_special_tokens=False, clean_up_tokenization_spaces=False
             )

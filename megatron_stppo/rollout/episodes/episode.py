@@ -6,11 +6,14 @@ therefore have the same tokens without exchanging them.
 - The prompt is the chat template applied to the environment's messages (data/text/chat.py: special tokens in
   a message are plain text). Nothing is tokenised twice: turns are the engine's token ids, and an observation
   is encoded once, with special tokens in it as plain text.
-- An observation is a part of the assistant's message. After a turn that ended with an end-of-text token it is
-  a message of the user instead, in the form of the chat template, unless `environment.after_end` is `text`.
+- An observation is a part of the assistant's message if the environment has stop strings, unless the turn
+  ended with an end-of-text token. Else it is a message of the user, in the form of the chat template, unless
+  `environment.after_end` is `text`.
 - A turn cut by the limit on its tokens goes to the environment unchanged. It rarely parses and is then an
-  invalid action. If the context is full instead, the episode ends as truncated. It also ends as truncated if
-  an observation leaves no room for an answer; that observation is dropped, because the policy never reads it.
+  invalid action. Before a message of the user, the template's end-of-text token closes it: the policy reads
+  this token, as it would in any conversation, and is not trained to write it there.
+- If the context is full, the episode ends as truncated. It also ends as truncated if an observation leaves no
+  room for an answer; that observation is dropped, because the policy never reads it.
 - The reward of an environment step belongs to the turn that it evaluates.
 - An agent (CompletionEnvironment) sends requests instead of messages and observations: token ids, which are
   taken as they are. Its episode may have several histories; the reward belongs to the last turn of each. A
@@ -43,7 +46,7 @@ _CLOSING = re.compile(r"</[A-Za-z_]{1,32}>\s{0,8}\Z")
 class Limits:
     """Token counts, each at least 1. Example: Limits(2048, 500, 500, 7048).
 
-    new_message: whether an observation after an end-of-text token is a message of the user.
+    new_message: whether observations may be messages of the user (environment.after_end).
     """
 
     max_prompt_tokens: int
@@ -262,7 +265,8 @@ class Episode:
         """Return what the policy reads after the last turn, for an observation of the environment."""
         limit = self.limits.max_observation_tokens
         ids = self._shortened(text, limit)
-        if not self.limits.new_message or self.context[-1] not in self.ends:
+        is_text = self.stop_strings and self.context[-1] not in self.ends
+        if is_text or not self.limits.new_message:
             return ids
         self.messages.append({"role": "assistant", "content": "-"})  # its text has no effect on what follows
         shown = text if len(ids) < limit else decode_plain(self.tokenizer, ids)

@@ -65,6 +65,17 @@ def doubled_end_of_a_turn(mp: pytest.MonkeyPatch) -> None:
     )
 
 
+def open_message_after_a_cut_turn(mp: pytest.MonkeyPatch) -> None:
+    real = episode.encode_after
+    mp.setattr(
+        episode,
+        "encode_after",
+        lambda tokenizer, messages, tools, at, last, ends: real(
+            tokenizer, messages, tools, at, next(iter(ends)), ends
+        ),
+    )
+
+
 def control_tokens_of_observations(mp: pytest.MonkeyPatch) -> None:
     """gemma #770."""
     mp.setattr(
@@ -77,6 +88,7 @@ OF_THE_TEMPLATE = (
     doubled_first_token,
     missing_first_token,
     doubled_end_of_a_turn,
+    open_message_after_a_cut_turn,
     control_tokens_of_observations,
 )
 

@@ -187,32 +187,43 @@ def test_the_end_of_text_token_is_kept_as_an_id_and_is_not_in_the_text(
     assert episode.histories[0].turns[0].token_ids[-1] == tokenizer.eos_token_id
 
 
-def test_an_observation_after_the_end_of_text_token_is_a_message_of_the_user(
+def test_an_observation_is_a_message_of_the_user_also_after_a_turn_that_was_cut(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     """The whole conversation has the tokens of the template, with the policy's own in their place."""
     end = tokenizer.eos_token_id
-    episode = Episode(
-        task(0), 0, replace(LIMITS, max_observation_tokens=60, max_context=300), tokenizer, [end]
-    )
-    episode.start(ASK, ())
+    limits = replace(LIMITS, max_observation_tokens=60, max_context=300)
     said = [Message("assistant", "Paris"), Message("user", "which one?"), Message("assistant", "the old")]
     said += [Message("user", f"Paris {END} is the capital")]
-    for first, second in ((said[0], said[1]), (said[2], said[3])):
-        episode.add_turn(turn(*encode_plain(tokenizer, first.content), end, reason="end"))
-        episode.answer(seen(second.content))
-    assert episode.context == encode_chat(tokenizer, [*ASK, *said])
-    written = [one.token_ids for one in episode.histories[0].turns]
-    assert written == [(*encode_plain(tokenizer, text), end) for text in ("Paris", "the old")]
+    ended: tuple[Reason, tuple[int, ...]] = ("end", (end,))
+    cut: tuple[Reason, tuple[int, ...]] = ("length", ())
+    for ends in ((ended, ended), (cut, ended), (ended, cut), (cut, cut)):
+        episode = Episode(task(0), 0, limits, tokenizer, [end])
+        episode.start(ASK, ())
+        actions = []
+        for (reason, last), place in zip(ends, (0, 2), strict=True):
+            actions.append((*encode_plain(tokenizer, said[place].content), *last))
+            episode.add_turn(turn(*actions[-1], reason=reason))
+            episode.answer(seen(said[place + 1].content))
+        assert episode.context == encode_chat(tokenizer, [*ASK, *said])
+        assert [one.token_ids for one in episode.histories[0].turns] == actions, "only these are trained"
 
 
-def test_after_another_end_an_observation_is_text_and_so_it_is_everywhere_if_that_is_chosen(
+def test_with_stop_strings_an_observation_is_text_and_so_it_is_everywhere_if_that_is_chosen(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     end, paris = tokenizer.eos_token_id, tuple(tokenizer.encode("Paris"))
-    for limits, last, reason in ((LIMITS, 5, "stop"), (replace(LIMITS, new_message=False), end, "end")):
+    text = replace(LIMITS, new_message=False)
+    cases: list[tuple[Limits, tuple[str, ...], int, Reason]] = [
+        (LIMITS, ("e",), 5, "stop"),
+        (LIMITS, ("e",), 5, "length"),
+        (text, ("e",), end, "end"),
+        (text, (), end, "end"),
+        (text, (), 5, "length"),
+    ]
+    for limits, stops, last, reason in cases:
         episode = Episode(task(0), 0, limits, tokenizer, [end])
-        episode.start(ASK, ())
+        episode.start(ASK, stops)
         episode.add_turn(turn(last, reason=reason))
         episode.answer(seen("Paris"))
         assert episode.histories[0].turns[0].observation_ids == paris

@@ -16,7 +16,7 @@ from megatron_stppo.base.types import Message
 from megatron_stppo.data.text.plain_text import encode_plain
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
-from megatron_stppo.rollout.vllm.generation import Finished
+from megatron_stppo.rollout.vllm.generation import Finished, Reason
 from tests.data.text.test_chat import LLAMA, QWEN, byte_level
 from tests.rollout.vllm.tiny import task
 
@@ -57,8 +57,10 @@ def _tokenizer(name: str) -> Any:
     return tokenizer
 
 
+@pytest.mark.parametrize("reason", ["end", "length"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_whole_conversation_is_the_templates_text(name: str) -> None:
+def test_the_whole_conversation_is_the_templates_text(name: str, reason: Reason) -> None:
+    """Also if the limit on its tokens has cut a turn before its end."""
     tokenizer = _tokenizer(name)
 
     def official(count: int, opening: bool) -> str:
@@ -74,9 +76,9 @@ def test_the_whole_conversation_is_the_templates_text(name: str) -> None:
         whole = official(place + 2, True)
         said = f" {TALK[place]['content']}" if name == "mixtral" else TALK[place]["content"]
         assert f"{said}{tokenizer.eos_token}" in whole
-        ids = (*encode_plain(tokenizer, said), end)
+        ids = (*encode_plain(tokenizer, said), *([end] if reason == "end" else []))
         written.append(ids)
-        episode.add_turn(Finished("0", ids, (-0.5,) * len(ids), "end", ((0, len(ids)),)))
+        episode.add_turn(Finished("0", ids, (-0.5,) * len(ids), reason, ((0, len(ids)),)))
         episode.answer(StepResult(TALK[place + 1]["content"], 0.0, False, True, 0))
         assert tokenizer.decode(episode.context) == whole
     assert [turn.token_ids for turn in episode.histories[0].turns] == written
