@@ -173,11 +173,12 @@ def key(*texts: str) -> str:
 
 def perform(stage: Stage, ledger: StageLedger, folder: Path) -> int:
     """Run the stage and return its exit status. A failure prints its last lines. Raises ConfigError."""
+    if stage.name == "cold-start" and stage.product.parent.exists():
+        console.print(f"{stage.product.parent} is removed: it was made with other settings")
+        shutil.rmtree(stage.product.parent)
     if stage.check is not None:
         stage.check()
     command = stage.command
-    if stage.name == "cold-start":
-        shutil.rmtree(stage.product.parent, ignore_errors=True)  # made with other settings
     if stage.name == "train":
         command = prepare_training(command, ledger.was_begun(stage), folder)
     log, started = folder / "logs" / f"{stage.name}.log", time.monotonic()

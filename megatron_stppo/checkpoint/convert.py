@@ -55,7 +55,6 @@ def export_hf(
     terms: Mapping[tuple[str, str], Term] | None = None,
     *,
     head: Head = "vocabulary",
-    overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -66,13 +65,13 @@ def export_hf(
     config.json names the model's. That of a model with images becomes that of its text model. head: that of
     the parameters and layouts; a folder with a value head is a token classification model with one label for
     transformers. Rank 0 holds at most `file_bytes` (or the largest tensor) at once. The folder is renamed
-    into place when it is complete. Raises ConfigError on all ranks if it exists and `overwrite` is False, or
-    if it cannot be written. Raises ReshardError if rows were lost in the transfer.
+    into place when it is complete. Raises ConfigError on all ranks if it exists or cannot be written, and
+    ReshardError if rows were lost in the transfer.
     """
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     dtype = next(iter(parameters.values())).dtype
-    on_first(group, lambda: _begin(folder, partial, Path(template), dtype, head, overwrite))
+    on_first(group, lambda: _begin(folder, partial, Path(template), dtype, head))
     shapes = hf_shapes(shape, head)
     files = by_file(shapes, dtype, file_bytes)
     for name, keys in files.items():
@@ -105,11 +104,8 @@ def gather(
     return {key: tensor.cpu() for key, tensor in whole.items()}
 
 
-def _begin(
-    folder: Path, partial: Path, template: Path, dtype: torch.dtype, head: Head, overwrite: bool
-) -> None:
-    if not overwrite:
-        check_absent("output", folder)
+def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, head: Head) -> None:
+    check_absent("output", folder)
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
     partial.mkdir(parents=True)
     for path in sorted(template.iterdir()):

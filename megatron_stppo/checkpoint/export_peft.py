@@ -54,13 +54,11 @@ def export_peft(
     shape: ModelShape,
     config: Config,
     mesh: MeshRank,
-    *,
-    overwrite: bool = False,
 ) -> str:
     """Write the adapters of all ranks to `folder`, and return their size as text. Collective.
 
     parameters: named_parameters of this rank. The folder is renamed into place when it is complete. Raises
-    ConfigError on all ranks if it exists and `overwrite` is False, or if it cannot be written.
+    ConfigError on all ranks if it exists or cannot be written.
     Example of the size: "8 tensors, 0.1 M parameters".
     """
     lora = config.model.lora
@@ -69,7 +67,7 @@ def export_peft(
     whole = gather(parameters, layouts, shapes, shapes)
     settings = adapter_config(lora, config.model.path, whole)
     recorded = {DIGEST: weights_digest(config.model.path, shape)} | digests(config.model.path)
-    on_first(None, lambda: _write(Path(folder), settings, whole, recorded, overwrite))
+    on_first(None, lambda: _write(Path(folder), settings, whole, recorded))
     return f"{len(shapes)} tensors, {sum(a * b for a, b in shapes.values()) / 1e6:,.1f} M parameters"
 
 
@@ -95,14 +93,9 @@ def adapter_config(lora: LoraConfig, base: Path, keys: Collection[str]) -> dict[
 
 
 def _write(
-    folder: Path,
-    settings: dict[str, Any],
-    tensors: dict[str, Tensor],
-    recorded: dict[str, str],
-    overwrite: bool,
+    folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], recorded: dict[str, str]
 ) -> None:
-    if not overwrite:
-        check_absent("output", folder)
+    check_absent("output", folder)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
     partial.mkdir(parents=True)

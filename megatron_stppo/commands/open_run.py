@@ -61,7 +61,7 @@ def open_config(
     elif command == "train":
         run_folder.check_new(config, "give --resume to continue that run, or another run.name")
     _read_tasks(config, checks.data_files(config, command))
-    if command in checks.ROLLS_OUT:
+    if checks.plays(config, command):
         from megatron_stppo.environments import choose
 
         choose.check(config.environment, resume)
@@ -96,10 +96,10 @@ def uncollected() -> Iterator[None]:
 
 def _read_tasks(config: Config, fields: tuple[str, ...]) -> None:
     """Read every row, so that a malformed one is found before anything is written."""
-    if {"train", "evaluate"} & set(fields):
+    if given := {"train", "evaluate"} & set(fields):
         from megatron_stppo.data import tasks
 
-        read = {field: tasks.read(getattr(config.data, field)) for field in fields}
+        read = {field: tasks.read(getattr(config.data, field)) for field in sorted(given)}
         for warning in _doubtful(config, read):
             say(warning, is_first_rank())
 

@@ -164,19 +164,26 @@ def cold_start(
         typer.Option(metavar="RUN_DIR", help="train only the critic, on the episodes of this run"),
     ] = None,
 ) -> None:
-    """Teach a model the format from scripted trajectories (data.demonstrations). With model.lora only
-    adapters are trained and written. With --critic, the critic learns the returns of recorded episodes."""
+    """Teach a model the format from scripted trajectories (data.demonstrations), and play episodes with what
+    was written. With model.lora only adapters are trained. With --critic, the critic learns the returns of
+    recorded episodes."""
     settings = open_config(config, overrides, "cold-start" if critic is None else "cold-start --critic")
     if critic is not None:
         from megatron_stppo.validation import sources
 
         sources.check_pretraining(settings, critic)
+    from megatron_stppo.validation import checks
+
+    plays = critic is None and checks.plays(settings, "cold-start")
     with importing():
-        process.prepare(engine=False)
+        process.prepare(engine=plays)
         from megatron_stppo.training import cold_start as stage
         from megatron_stppo.training import value_pretraining
+
+        if plays:  # it imports vLLM
+            from megatron_stppo.training.play import ColdEpisodes
     if critic is None:
-        stage.cold_start(settings)
+        stage.cold_start(settings, ColdEpisodes if plays else None)
     else:
         value_pretraining.pretrain(settings, critic)
 

@@ -101,7 +101,14 @@ class ColdStartConfig(Section):
     )
     output: Path | None = Field(
         None,
-        description="Hugging Face folder for the trained model or critic; with model.lora for the adapters",
+        description="new Hugging Face folder for the trained model or critic; with model.lora for the "
+        "adapters",
+    )
+    episodes: int = Field(
+        32,
+        ge=0,
+        description="episodes of data.train that the trained model plays at the end; 0, or without "
+        "data.train: none, and the environment is not opened",
     )
     critic_steps: int = Field(
         50, ge=1, description="optimizer steps of --critic, with the settings of update.critic"

@@ -14,7 +14,7 @@ episode (the turns) can have a larger weight than the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -109,19 +109,28 @@ class Demonstration:
         return len(self.token_ids)
 
 
-def read(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[Demonstration]:
+def read(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    unended: Callable[[str], str] = lambda turn: "",
+) -> list[Demonstration]:
     """Return the demonstration of each row, in the order of the file, up to a total of `max_tokens` tokens.
 
-    Reading stops before the first row that would exceed the total. Raises ConfigError, whose message names
-    file, row (from 1), field and remedy.
+    Reading stops before the first row that would exceed the total. unended: returns why the text of a turn
+    does not end as in an episode of the environment, or "". The turns of an agent's row end with the
+    end-of-text token. Raises ConfigError, whose message names file, row (from 1), field and remedy.
     """
     scripts: list[Demonstration] = []
     left, rows = max_tokens, _rows(path)
     while left >= 0 and (chunk := list(islice(rows, CHUNK))):
-        for script in encode(chunk, tokenizer):
+        for (where, row), script in zip(chunk, encode([row for _, row in chunk], tokenizer), strict=True):
             left -= len(script)
             if left < 0:
                 break
+            for place, segment in enumerate(row.segments if isinstance(row, Row) else ()):
+                if segment.kind == "turn" and (why := unended(segment.text)):
+                    raise ConfigError(f"data.demonstrations={where}: segments.{place}.text: {why}")
             scripts.append(script)
     if not scripts:
         raise ConfigError(
@@ -131,10 +140,10 @@ def read(path: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> lis
     return scripts
 
 
-def _rows(path: Path) -> Iterator[Row | AgentRow]:
+def _rows(path: Path) -> Iterator[tuple[str, Row | AgentRow]]:
     for where, row in jsonl.rows(path, "data.demonstrations"):
         try:
-            yield validated(row)
+            yield where, validated(row)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"])) or "row"

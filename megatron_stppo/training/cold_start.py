@@ -9,13 +9,14 @@ cannot be predicted, and at the full weight this noise is most of the gradient.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,26 +43,51 @@ from megatron_stppo.weights.sharding.hf_load import load_tokenizer
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.spans import training_layouts
 
+if TYPE_CHECKING:
+    from megatron_stppo.training.play import ColdEpisodes
+
 Item = TypeVar("Item")
+OpenEpisodes = Callable[[Config, MeshRank, Any], "ColdEpisodes"]
 SCRIPT = Task("demonstrations", (), ("",), "train", 0)
 
 
-def cold_start(config: Config) -> None:
+def cold_start(config: Config, open_episodes: OpenEpisodes | None = None) -> None:
     """Train model.path on data.demonstrations, and write a Hugging Face folder to cold_start.output.
 
     With model.lora only adapters are trained, and the folder has these, in the format of the package peft.
+    open_episodes: opens the environment, which says how turns end, and plays at the end with what was
+    written; None: neither. Raises ConfigError.
     """
-    settings, output, data = config.cold_start, config.cold_start.output, config.data.demonstrations
-    assert output is not None and data is not None, "validation/checks.py requires both"
-    tokenizer = load_tokenizer(config.model.path, config.model.template_arguments)
-    scripts = demonstrations.read(data, tokenizer, settings.tokens or sys.maxsize)
-    mesh, shape = process.start(config), read_shape(config.model.path)
+    settings, data = config.cold_start, config.data.demonstrations
+    assert data is not None, "validation/checks.py requires it"
+    tokenizer, mesh = (
+        load_tokenizer(config.model.path, config.model.template_arguments),
+        process.start(config),
+    )
     first_rank = mesh.rank == 0
+    episodes = open_episodes(config, mesh, tokenizer) if open_episodes is not None else None
+    if episodes is None:
+        why = "data.train=null" if settings.episodes else "cold_start.episodes=0"
+        say(f"{why}: the ends of turns are not checked, and no episodes are played at the end", first_rank)
+    unended = episodes.unended if episodes is not None else lambda turn: ""
+    scripts = demonstrations.read(data, tokenizer, settings.tokens or sys.maxsize, unended)
+    say(f"done; {_train(config, mesh, scripts)}", first_rank)
+    if episodes is None:
+        return process.stop()
+    gc.collect()  # the engine needs the memory of the training
+    torch.cuda.empty_cache()
+    episodes.play()
+
+
+def _train(config: Config, mesh: MeshRank, scripts: list[Demonstration]) -> str:
+    """Train on the scripts and write what was trained. Return a sentence that says what that is."""
+    settings, shape, first_rank = config.cold_start, read_shape(config.model.path), mesh.rank == 0
     steps = list(by_tokens(scripts, len, settings.batch_tokens, mesh.data_size))
     if not steps:
         raise ConfigError(
-            f"data.demonstrations={data}: {len(scripts)} rows are read, and each of the {mesh.data_size} "
-            "data-parallel ranks needs one; give more rows, more cold_start.tokens, or fewer ranks"
+            f"data.demonstrations={config.data.demonstrations}: {len(scripts)} rows are read, and each of "
+            f"the {mesh.data_size} data-parallel ranks needs one; give more rows, more cold_start.tokens, or "
+            "fewer ranks"
         )
     with timed("model", first_rank):
         model = build.data_parallel(
@@ -78,12 +104,13 @@ def cold_start(config: Config) -> None:
     head = PolicyHead.of(model, mesh, shape.vocab, chunk=rows, float32_logits=float32_logits)
     for step, taught in enumerate(progress(steps, "cold start", first_rank, every=None)):
         rate = _cosine(step, len(steps), settings.warmup_fraction)
-        loss = train_step(trainer, head, as_batch(taught, settings.context_weight), mesh, packer, rate)
+        loss, of_turns = train_step(trainer, head, taught, settings.context_weight, mesh, packer, rate)
         check_refused(trainer, config.run.nonfinite_budget, len(steps), "cold_start.lr")
         if step % 20 == 0 or step == len(steps) - 1:
-            say(f"cold start {step + 1}/{len(steps)}: loss {loss:.3f} nats/token", first_rank)
-    say(f"done; {export(output, trainer, config, shape, mesh)}", first_rank)
-    process.stop()
+            shown = f"loss {loss:.3f} nats/token, {of_turns:.3f} of turns alone"
+            say(f"cold start {step + 1}/{len(steps)}: {shown}", first_rank)
+    assert settings.output is not None, "validation/checks.py requires it"
+    return export(settings.output, trainer, config, shape, mesh)
 
 
 def check_refused(trainer: Trainer, budget: int, steps: int, rate: str) -> None:
@@ -102,10 +129,10 @@ def export(output: Path, trainer: Trainer, config: Config, shape: ModelShape, me
     """Write what was trained, and return a sentence that says what that is. Collective."""
     trained, base = build.named_parameters(trainer.chunks), config.model.path
     if config.model.lora.rank:
-        size = export_peft(output, trained, shape, config, mesh, overwrite=True)
+        size = export_peft(output, trained, shape, config, mesh)
         return f"the adapters ({size}) are {output}; train with model.lora.path={output} model.path={base}"
     layouts = training_layouts(shape, mesh.layout, spec=layer_spec(config))
-    export_hf(output, trained, layouts, shape, base, overwrite=True)
+    export_hf(output, trained, layouts, shape, base)
     return f"the model is {output}"
 
 
@@ -146,23 +173,39 @@ def as_batch(scripts: list[Demonstration], context_weight: float) -> Batch:
 
 
 def train_step(
-    trainer: Trainer, head: PolicyHead, batch: Batch, mesh: MeshRank, packer: Packer, rate: float
-) -> float:
+    trainer: Trainer,
+    head: PolicyHead,
+    scripts: list[Demonstration],
+    context_weight: float,
+    mesh: MeshRank,
+    packer: Packer,
+    rate: float,
+) -> tuple[float, float]:
+    """Make an optimizer step. Return its loss and the loss of the turns alone, in nats per unit of weight."""
+    batch = as_batch(scripts, context_weight)
     assert batch.advantage_T is not None
-    loss = partial(_loss, head=head, weight_T=batch.advantage_T, total_weight=float(batch.advantage_T.sum()))
+    written_T = torch.tensor([float(written) for script in scripts for written in script.written[1:]])
+    parts = [(weight_T, float(weight_T.sum())) for weight_T in (batch.advantage_T, written_T)]
+    loss = partial(_loss, head=head, parts=parts)
     trainer.zero()
     records = forward_backward(trainer.model, packer.pack(batch, range(len(batch.live_N))), loss)
     trainer.step(trainer.reduce(), rate_scale=rate)
-    return float(total(records, 1, mesh))
+    of_all, of_turns = total(records, 2, mesh).tolist()
+    return of_all, of_turns
 
 
 def _loss(
-    hidden: Tensor, microbatch: Microbatch, head: PolicyHead, weight_T: Tensor, total_weight: float
+    hidden: Tensor, microbatch: Microbatch, head: PolicyHead, parts: Sequence[tuple[Tensor, float]]
 ) -> tuple[Tensor, Tensor]:
+    """parts: the weights of the loss that is trained, [T], and their sum; the same of the one of turns."""
+
     def terms(chunk: ActionTokens) -> tuple[Tensor, Tensor]:
+        losses = [mean(chunk, *part) for part in parts]
+        return losses[0], torch.stack(losses).detach()
+
+    def mean(chunk: ActionTokens, weight_T: Tensor, total_weight: float) -> Tensor:
         own_T = to_device(weight_T[chunk.rows_T], chunk.logprob_T.device)
-        loss = -(chunk.logprob_T * own_T).sum() / total_weight
-        return loss, loss.detach().reshape(1)
+        return -(chunk.logprob_T * own_T).sum() / max(total_weight, 1e-9)
 
     loss, record, _ = head.loss(hidden, microbatch, terms)
     return loss, record

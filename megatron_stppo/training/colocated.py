@@ -23,6 +23,7 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.console import timed
+from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.episodes.failures import FailureLimit
 from megatron_stppo.rollout.episodes.playable import playable
@@ -206,11 +207,19 @@ class Worker:
         return Played.of(played[len(played) * place // ranks : len(played) * (place + 1) // ranks])
 
 
-def assemble(config: Config, resume: bool = False, *, training: bool = True, draws: bool = True) -> Worker:
+def assemble(
+    config: Config,
+    resume: bool = False,
+    *,
+    training: bool = True,
+    draws: bool = True,
+    begun: tuple[MeshRank, Callable[[], AnyEnvironment]] | None = None,
+) -> Worker:
     """Build and return the worker of this rank. Collective.
 
     training: False leaves optimizers, critic and reference out. draws: False leaves the tasks of data.train
-    out, which only `draw` plays. resume: wait for unreachable tools.
+    out, which only `draw` plays. resume: wait for unreachable tools. begun: the place of this rank and what
+    open_environment has returned, if it has both already.
     Raises ConfigError, before anything large is built, if the configuration does not fit the model or the
     world size, or if a tool is unreachable without `resume`. Raises ToolsStayAway if tools stay unreachable
     with `resume`.
@@ -218,9 +227,10 @@ def assemble(config: Config, resume: bool = False, *, training: bool = True, dra
     shape = read_shape(config.model.path)
     model_layout.check_parallel(config, process.world_size())
     model_layout.check_engine(config, process.world_size())
-    mesh, dtype = process.start(config), process.dtype(config)
+    mesh = process.start(config) if begun is None else begun[0]
+    dtype = process.dtype(config)
     train = playable(config, "train", shown=mesh.rank == 0).tasks if draws and config.data.train else ()
-    make_environment = open_environment(config, resume)
+    make_environment = open_environment(config, resume) if begun is None else begun[1]
     with timed("engine", mesh.rank == 0):
         engine = build_engine(config, dtype, routes=training and config.replays_rollout)
         engine.sleep()  # the trainer uses its memory until the first reshard

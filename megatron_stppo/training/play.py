@@ -1,19 +1,42 @@
-"""The command `rollout`: play data.train and write the trajectories, without training."""
+"""Episodes without training: of the command `rollout`, and of the model that `cold-start` has written."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch.distributed as dist
+
+from megatron_stppo.agents.endpoint.opening import open_environment
+from megatron_stppo.base.errors import ToolsStayAway
+from megatron_stppo.base.printing import one_line, printable
+from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.checkpoint import loading
 from megatron_stppo.cluster.launch import process
-from megatron_stppo.config import Config
+from megatron_stppo.config import Config, ConfigError, EnvironmentConfig
+from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.data.text.plain_text import decode_plain
+from megatron_stppo.environments.base import AnyEnvironment
+from megatron_stppo.environments.choose import AGENT
 from megatron_stppo.observe.console import RowLines, say, timed
 from megatron_stppo.observe.describe import describe_groups, describe_rollouts
 from megatron_stppo.observe.metrics import Metrics, progress
 from megatron_stppo.observe.trajectory_log import TrajectoryLog
+from megatron_stppo.parallel.collectives import broadcast_record, gather_records
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.failures import warn
+from megatron_stppo.rollout.episodes.playable import playable
+from megatron_stppo.rollout.vllm.generation import RolloutError
+from megatron_stppo.rollout.vllm.stop_strings import StopFinder
 from megatron_stppo.training.colocated import assemble
+from megatron_stppo.training.rollouts import rollout_settings, seed_of
 from megatron_stppo.validation import attempts
+
+SHOWN, CHARACTERS = 3, 2000  # episodes that are printed after a cold start, and the most of each
 
 
 def play(config: Config, source: Path | None = None, start: str = "latest") -> None:
@@ -48,3 +71,109 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
     metrics.close()
     say(f"done; the episodes are in {run.folder / 'trajectories'}", rank == 0)
     worker.close()
+
+
+class ColdEpisodes:
+    """The first cold_start.episodes tasks that training would draw: how turns end there, and their episodes.
+
+    The environment is opened at once. The engine is built after the training, from the folder that was
+    written, as `train` would read it. All methods are collective, and raise ConfigError.
+    """
+
+    def __init__(self, config: Config, mesh: MeshRank, tokenizer: Any) -> None:
+        self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
+        self._make = open_environment(config, resume=False)
+        given = playable(config, "train", shown=mesh.rank == 0)
+        self._tasks = TaskCursor(given.tasks, config.run.seed).take(config.cold_start.episodes)
+        self._stops: StopFinder | None = None  # an agent gives its stop strings with its requests
+        self._known = ""
+        if config.environment.kind != AGENT:
+            stops = stop_strings(self._make, self._tasks, config.environment)
+            self._stops, self._known = StopFinder(tokenizer, stops), one_line(", ".join(map(repr, stops)))
+
+    def unended(self, turn: str) -> str:
+        """Return why the engine would not end a turn at the end of this text, or ""."""
+        if self._stops is None or self._stops.end_with(turn):
+            return ""
+        if not self._known:
+            return (
+                "the environment has no stop strings, so that the model would not learn to end a turn; give "
+                "`messages`, whose turns end with the end-of-text token, in place of prompt and segments"
+            )
+        return f"a turn ends with the first stop string in it, and must end with one of {self._known}"
+
+    def play(self) -> None:
+        """Play with what the cold start has written, and print some episodes and how they end."""
+        config, first_rank = self._config, self._mesh.rank == 0
+        worker = assemble(_written(config), training=False, draws=False, begun=(self._mesh, self._make))
+        worker.publish(0)
+        with timed("episodes", first_rank):
+            played = worker.play(self._tasks, 1, rollout_settings(config), seed_of(config.run, 0))
+        warn("after the cold start", [t for t in played.every if t.branch == 0], self._mesh.rank)
+        own = [t for t in played.own if t.branch == 0][:SHOWN]
+        some = [t for of_rank in gather_records(own, Trajectory) for t in of_rank][:SHOWN]
+        if first_rank:
+            for episode in some:
+                print(shown(episode, self._tokenizer), file=sys.stderr, flush=True)
+        row, temperature = describe_rollouts(played.every, 0), f"{config.rollout.temperature:g}"
+        right, valid = row["rollout/exact_match"], row["rollout/valid_action_rate"]
+        say(
+            f"{len(self._tasks)} episodes of data.train at rollout.temperature={temperature}: exact match "
+            f"{right:.3f}, valid actions {valid:.3f}",
+            first_rank,
+        )
+        worker.close()
+
+
+def _written(config: Config) -> Config:
+    """Return the configuration with what the cold start has written as its model, or as its adapters."""
+    model, output = config.model, config.cold_start.output
+    path = {"lora": model.lora.model_copy(update={"path": output})} if model.lora.rank else {"path": output}
+    return config.model_copy(update={"model": model.model_copy(update=path)})
+
+
+def shown(episode: Trajectory, tokenizer: Any) -> str:
+    """Return the end of an episode's text, safe to print, with the places where turns begin and end."""
+    text = decode_plain(tokenizer, episode.prompt_ids)
+    for turn in episode.turns:
+        action, observation = (decode_plain(tokenizer, ids) for ids in (turn.token_ids, turn.observation_ids))
+        text += f"\n[turn] {action}" + (f"\n[read] {observation}" if observation else "")
+    cut, detail = "..." if len(text) > CHARACTERS else "", one_line(episode.detail)
+    head = f"--- {episode.outcome}, reward {episode.reward:g}{detail and f': {detail}'}"
+    return printable(f"{head}\n{cut}{text[-CHARACTERS:]}")
+
+
+@dataclass(frozen=True)
+class _Stops:
+    strings: tuple[str, ...] = ()
+    trouble: str = ""  # why no episode could be reset
+
+
+def stop_strings(
+    make: Callable[[], AnyEnvironment], tasks: Sequence[Task], section: EnvironmentConfig
+) -> tuple[str, ...]:
+    """Return the stop strings of all episodes of these tasks, which the first rank resets. Collective.
+
+    Raises ConfigError if no episode can be reset.
+    """
+    own = _reset(make, tasks, section) if dist.get_rank() == 0 else None
+    found = broadcast_record(own, _Stops, source=0)
+    if found.trouble:
+        raise ConfigError(
+            f"environment.kind={section.kind}: no episode can begin: {found.trouble}; repair it, or set "
+            "cold_start.episodes=0 to do without"
+        )
+    return found.strings
+
+
+def _reset(make: Callable[[], AnyEnvironment], tasks: Sequence[Task], section: EnvironmentConfig) -> _Stops:
+    try:
+        with EnvironmentHost(make, concurrency=section.concurrency, deadline=section.deadline) as host:
+            for number, task in enumerate(tasks):
+                host.reset(number, task, number)
+            answers = host.take(len(tasks))
+    except (RolloutError, ToolsStayAway) as error:
+        return _Stops(trouble=one_line(str(error)))
+    failed = [one.misuse or (one.result.detail if one.result is not None else "") for one in answers]
+    strings = dict.fromkeys(stop for one in answers for stop in one.stop_strings)
+    return _Stops(tuple(strings), failed[0] if all(failed) else "")

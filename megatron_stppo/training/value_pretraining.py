@@ -90,7 +90,7 @@ def pretrain(config: Config, run: Path) -> None:
         say(f"critic {step}/{len(steps)}: {shown}", first_rank)
     weights, spec = build.named_parameters(critic.chunks), layer_spec(config)
     layouts = training_layouts(shape, mesh.layout, spec=spec, head="value")
-    export_hf(output, weights, layouts, shape, config.model.path, head="value", overwrite=True)
+    export_hf(output, weights, layouts, shape, config.model.path, head="value")
     advice = "; below 0 it is worse than the mean return: record more tasks, or lower update.critic.lr"
     say(
         f"done; held-out explained variance {explained:.3f}{advice if explained < 0 else ''}; train with "

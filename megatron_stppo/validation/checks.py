@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_stppo.config import Config, ConfigError, old_logprob, own_code, peft_folder
+from megatron_stppo.base.files import check_absent
+from megatron_stppo.config import Config, ConfigError, old_logprob, own_code
 from megatron_stppo.config.algorithm import GROUPED
 from megatron_stppo.config.section import Rule, enforce
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation import lora, megatron_fields, model_folder, serving, vllm_fields
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
-from megatron_stppo.weights.sharding.hf_files import head_of_critic
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 # The files of data.* that a command reads.
@@ -37,6 +37,7 @@ DATA = {
 }
 ROLLS_OUT = ("train", "rollout", "evaluate", "verify")
 WRITES_RUN = (*ROLLS_OUT, "replay")
+SERVED = ("train", "verify", "plan")  # by replicas, with serving.replicas; other commands have own engines
 
 
 def check(config: Config, world_size: int, command: str) -> None:
@@ -49,10 +50,10 @@ def check(config: Config, world_size: int, command: str) -> None:
     for field in data_files(config, command):
         _data_file(f"data.{field}", getattr(config.data, field))
     if command.startswith("cold-start"):
-        check_output(config, critic=command != "cold-start")
+        check_output(config)
     layout = check_parallel(config, world_size)
-    if command in (*ROLLS_OUT, "plan"):
-        check_engine(config, world_size)
+    if command == "plan" or plays(config, command):
+        check_engine(config if command in SERVED else _with_own_engines(config), world_size)
         check_context(config)
     if command in (*ROLLS_OUT, "cold-start"):
         model_folder.check_chat_template(config)
@@ -99,7 +100,18 @@ def _replica(config: Config, ranks: int) -> Iterator[Rule]:
 def data_files(config: Config, command: str) -> tuple[str, ...]:
     """Return the fields of `data:` that the command reads. Example: ("train", "evaluate")."""
     during = ("evaluate",) if command == "train" and config.run.evaluate_every else ()
-    return DATA[command] + during
+    after = ("train",) if command == "cold-start" and plays(config, command) else ()
+    return DATA[command] + during + after
+
+
+def _with_own_engines(config: Config) -> Config:
+    return config.model_copy(update={"serving": config.serving.model_copy(update={"replicas": None})})
+
+
+def plays(config: Config, command: str) -> bool:
+    """Return whether the command plays episodes."""
+    cold = command == "cold-start" and config.cold_start.episodes > 0 and config.data.train is not None
+    return cold or command in ROLLS_OUT
 
 
 def check_folder(field: str, folder: Path) -> None:
@@ -116,30 +128,21 @@ def check_folder(field: str, folder: Path) -> None:
     raise ConfigError(f"{field}={folder}: cannot be written, {problem}; name a folder that you may write to")
 
 
-def check_output(config: Config, critic: bool = False) -> None:
-    """Check cold_start.output. The output may replace an earlier one of the same kind, but nothing else."""
-    output = config.cold_start.output
+def check_output(config: Config) -> None:
+    """Check cold_start.output, which must be new: what it has may be the result of hours."""
+    output, model = config.cold_start.output, config.model
     if output is None:
         raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
     check_folder("cold_start.output", output)
-    lora, model = config.model.lora, config.model
     for field, given in (
         ("model.path", model.path),
-        ("model.lora.path", lora.path),
+        ("model.lora.path", model.lora.path),
         ("model.reference_path", model.reference_path),
-        *(() if critic else (("model.critic_path", model.critic_path),)),
+        ("model.critic_path", model.critic_path),
     ):
         if given is not None and output.exists() and output.resolve() == given.resolve():
             raise ConfigError(f"cold_start.output={output}: is {field}; name another folder")
-    kind, file = ("an adapter", peft_folder.SETTINGS) if lora.rank else ("a model", "config.json")
-    fits = (output / file).is_file()
-    if fits and not lora.rank:
-        fits = (head_of_critic(output) == "value") == critic
-    kind = "a critic" if critic else kind
-    if output.is_dir() and any(output.iterdir()) and not fits:
-        raise ConfigError(
-            f"cold_start.output={output}: is not {kind} folder, and would be replaced; name another folder"
-        )
+    check_absent("cold_start.output", output)
 
 
 def listener_token(host: str, token_env: str | None) -> str | None:

@@ -75,12 +75,14 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_evaluation(root:
     assert message.startswith(f"--output={root}/tasks.jsonl: cannot be written, ")
 
 
-def test_a_cold_start_replaces_a_model_only(root: Path, said: Said) -> None:
+def test_a_cold_start_replaces_nothing(root: Path, said: Said) -> None:
     (root / "scripts.jsonl").write_text("{}\n")
     (root / "photos").mkdir()
     (root / "photos" / "cat.png").write_text("")
     command = ("cold-start", root / "run.yaml", f"data.demonstrations={root}/scripts.jsonl")
-    assert "is not a model folder" in said(*command, f"cold_start.output={root}/photos")
+    assert said(*command, f"cold_start.output={root}/photos") == (
+        f"cold_start.output={root}/photos: already exists; name a new folder, or remove it"
+    )
     assert "is model.path; name another folder" in said(*command, f"cold_start.output={root}/model")
     assert "is not a folder" in said(*command, f"cold_start.output={root}/tasks.jsonl")
 

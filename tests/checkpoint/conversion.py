@@ -29,9 +29,7 @@ def import_and_export(folder, families):
         with pytest.raises(ConfigError, match="exists; name a new folder"):
             export_hf(folder / "out" / family, parameters, layouts, shape, template)
         half = {name: tensor.bfloat16() for name, tensor in parameters.items()}
-        (folder / "split" / family).mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        export_hf(folder / "split" / family, half, layouts, shape, template, file_bytes=20000, overwrite=True)
+        export_hf(folder / "split" / family, half, layouts, shape, template, file_bytes=20000)
         with pytest.raises(ConfigError, match=r"No such file .*nowhere"):
             export_hf(folder / "failed", parameters, layouts, shape, folder / "nowhere")
     return sorted(path.name for path in folder.iterdir())

@@ -70,6 +70,15 @@ def test_rows_keep_their_order_and_stop_before_the_budget_is_exceeded(tmp_path, 
     assert read(path, tokenizer, len(first) + len(second) - 1) == [first]
 
 
+def test_a_turn_that_does_not_end_as_in_an_episode_is_refused(tmp_path, tokenizer):
+    path = written(tmp_path / "d.jsonl", ROW, AGENT_ROW, ROW)
+    asked = []
+    read(path, tokenizer, 1000, lambda turn: asked.append(turn) or "")
+    assert asked == ["<search> Gabon</search>", "<answer> Libreville</answer>"] * 2
+    with pytest.raises(ConfigError, match=r"d\.jsonl row 1: segments\.2\.text: too long"):
+        read(path, tokenizer, 1000, lambda turn: "too long" if "answer" in turn else "")
+
+
 @pytest.mark.parametrize(
     ("row", "field"),
     [

@@ -10,8 +10,8 @@ from megatron_stppo.cluster.launch import process
 
 def losses(
     model: str, scripts: list[tuple[tuple[int, ...], tuple[bool, ...]]], weights: list[float]
-) -> list[float]:
-    """Return the loss before the first optimizer step, in nats per unit of weight, for each weight."""
+) -> list[tuple[float, float]]:
+    """Return the losses before the first optimizer step, of all tokens and of turns, for each weight."""
     process.prepare(engine=False)
     import torch
 
@@ -21,7 +21,7 @@ def losses(
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
-    from megatron_stppo.training.cold_start import as_batch, train_step
+    from megatron_stppo.training.cold_start import train_step
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     # 8 tokens per microbatch: each rank has several
@@ -31,8 +31,8 @@ def losses(
     for weight in weights:
         trainer = build.trainer("actor", shape, config, mesh, torch.float32)
         head, packer = PolicyHead.of(trainer.model, mesh, shape.vocab), Packer.of(config, shape, mesh)
-        batch = as_batch([Demonstration(*script) for script in scripts], weight)
-        found.append(train_step(trainer, head, batch, mesh, packer, 1.0))
+        given = [Demonstration(*script) for script in scripts]
+        found.append(train_step(trainer, head, given, weight, mesh, packer, 1.0))
     return found
 
 
@@ -54,7 +54,7 @@ def adapted(
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
-    from megatron_stppo.training.cold_start import as_batch, export, train_step
+    from megatron_stppo.training.cold_start import export, train_step
     from megatron_stppo.weights.sharding.hf_names import read_shape
     from megatron_stppo.weights.sharding.peft_tensors import check_base
 
@@ -64,11 +64,11 @@ def adapted(
         return Config.model_validate(sections | {"parallel": {"tensor": 2}})
 
     mesh, shape = groups.initialize(start(None).parallel), read_shape(Path(model))
-    batch = as_batch([Demonstration(*script) for script in scripts], 1.0)
+    given = [Demonstration(*script) for script in scripts]
 
     def step(trainer: Any, config: Any) -> float:
         head, packer = PolicyHead.of(trainer.model, mesh, shape.vocab), Packer.of(config, shape, mesh)
-        return train_step(trainer, head, batch, mesh, packer, 1.0)
+        return train_step(trainer, head, given, 1.0, mesh, packer, 1.0)[0]
 
     trainer = build.trainer("actor", shape, start(None), mesh, torch.float32)
     frozen = [p for p in build.named_parameters(trainer.chunks).values() if not p.requires_grad]

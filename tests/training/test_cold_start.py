@@ -59,7 +59,8 @@ def test_the_loss_on_two_ranks_is_the_weighted_mean_over_all_tokens(tmp_path: Pa
 
     weights = [1.0, 0.25, 0.0]
     for found in run_ranks(cold_step.losses, 2, str(tmp_path / "hf"), SCRIPTS, weights):
-        assert found == pytest.approx([reference(weight) for weight in weights], rel=1e-5)
+        assert [of_all for of_all, _ in found] == pytest.approx(list(map(reference, weights)), rel=1e-5)
+        assert [of_turns for _, of_turns in found] == pytest.approx([reference(0.0)] * 3, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_rotary_settings_give_the_log_probs_of_transformers(
     logprob = model(torch.tensor([ids])).logits[0, :-1].detach().log_softmax(-1)
     expected = -float(logprob.gather(1, torch.tensor(ids[1:])[:, None]).mean())
     (found,) = run_ranks(cold_step.losses, 1, str(tmp_path), [(ids, (True,) * 40)], [1.0])
-    assert found == pytest.approx([expected], rel=2e-6)
+    assert found[0] == pytest.approx((expected, expected), rel=2e-6)
 
 
 def test_a_run_begins_with_the_adapters_of_a_cold_start_bit_for_bit(tmp_path: Path) -> None:

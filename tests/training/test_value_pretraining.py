@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.base.types import Task, Trajectory, Turn
@@ -80,19 +79,6 @@ def test_what_cannot_train_a_critic_is_refused_in_one_line(
     config = Config.model_validate({"model": {"path": "m"}} | changes)
     with pytest.raises(ConfigError, match=problem):
         check_pretraining(config, tmp_path / "none")
-
-
-def test_a_critic_replaces_a_critic_but_no_policy(tmp_path: Path) -> None:
-    config = Config.model_validate({"model": {"path": "m"}, "cold_start": {"output": str(tmp_path)}})
-    (tmp_path / "config.json").write_text("{}")
-    for name, allowed in (("score.bias", True), ("lm_head.weight", False)):
-        save_file(
-            {"score.weight": torch.zeros(1, 4), name: torch.zeros(1)}, str(tmp_path / "model.safetensors")
-        )
-        check_output(config, critic=allowed)
-        kind = "a model" if allowed else "a critic"
-        with pytest.raises(ConfigError, match=f"is not {kind} folder, and would be replaced"):
-            check_output(config, critic=not allowed)
 
 
 @pytest.mark.parametrize("field", ["path", "reference_path", "critic_path"])

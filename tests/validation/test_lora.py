@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.config.file import validate
-from megatron_stppo.config.peft_folder import SETTINGS
 from megatron_stppo.validation import checks, lora
 from megatron_stppo.validation.lora import check_alone, check_targets
 from tests.weights.reshard.pieces import model_shape
@@ -82,26 +81,9 @@ def test_a_target_may_be_a_word_and_an_unknown_one_is_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_a_cold_start_of_adapters_replaces_only_a_folder_of_adapters(tmp_path: Path) -> None:
-    model, adapter = tmp_path / "model", tmp_path / "adapter"
-    for folder, file in ((model, "config.json"), (adapter, SETTINGS)):
-        folder.mkdir()
-        (folder / file).write_text("{}")
-
-    def output(folder: Path, **section: Any) -> None:
-        sections = {"model": {"path": model, "lora": section}, "cold_start": {"output": folder}}
-        checks.check_output(Config.model_validate(sections))
-
-    output(adapter, rank=1)
-    with pytest.raises(ConfigError, match=r"output=.*adapter: is model\.lora\.path; name another folder"):
-        output(adapter, rank=1, path=adapter)
-    with pytest.raises(
-        ConfigError, match="adapter: is not a model folder, and would be replaced; name another"
-    ):
-        output(adapter)
-    (copy := model.with_name("copy")).mkdir()
-    (copy / "config.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match="copy: is not an adapter folder, and would be replaced; name another"
-    ):
-        output(copy, rank=1)
+def test_a_cold_start_of_adapters_writes_a_new_folder(tmp_path: Path) -> None:
+    section = {"rank": 1, "path": tmp_path}
+    for given, said in ((section, "is model.lora.path; name another"), ({"rank": 1}, "already exists; name")):
+        sections = {"model": {"path": "model", "lora": given}, "cold_start": {"output": tmp_path}}
+        with pytest.raises(ConfigError, match=re.escape(f"cold_start.output={tmp_path}: {said}")):
+            checks.check_output(Config.model_validate(sections))

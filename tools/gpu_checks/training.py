@@ -241,7 +241,7 @@ def cold_start() -> dict[str, Any]:
     from megatron_stppo.model.optimizer import Trainer
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.model.policy_head import PolicyHead
-    from megatron_stppo.training.cold_start import as_batch, train_step
+    from megatron_stppo.training.cold_start import train_step
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     gpu = torch.cuda.is_available()
@@ -254,11 +254,11 @@ def cold_start() -> dict[str, Any]:
     trainer = Trainer(parallel, OptimizerConfig(lr=3e-3), steps)
     head = PolicyHead.of(parallel, mesh, shape.vocab, float32_logits=True)
     ids = [t.token_ids for t in trajectories(SMALL["vocab"], [64] * scripts)]
-    batch = as_batch([Demonstration(one, (True,) * len(one)) for one in ids], 1.0)
+    taught = [Demonstration(one, (True,) * len(one)) for one in ids]
     losses, start = [], time.perf_counter()
     packer = Packer.of(config, shape, mesh)
     for _ in range(steps):
-        losses.append(train_step(trainer, head, batch, mesh, packer, 1.0))
+        losses.append(train_step(trainer, head, taught, 1.0, mesh, packer, 1.0)[0])
     seconds = time.perf_counter() - start
     if not losses[-1] < losses[0] / 2 or not math.isfinite(losses[-1]):
         raise AssertionError(f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f} nats per token")

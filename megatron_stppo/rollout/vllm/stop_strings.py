@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_stppo.data.text.plain_text import decode_plain
+from megatron_stppo.data.text.plain_text import decode_plain, encode_plain
 
 UNFINISHED = "\ufffd"  # printed by decoders for the bytes of an incomplete character
 _BYTE = re.compile("<0x[0-9A-F]{2}>")  # a token of one byte (byte fallback)
@@ -56,6 +56,14 @@ class StopFinder:
         tail = decode_plain(self._tokenizer, self._tail(token_ids))
         found = [(tail.find(stop) + len(stop), stop) for stop in self._stops if stop in tail]
         return min(found)[1] if found else None
+
+    def end_with(self, text: str) -> bool:
+        """Return whether a turn of this text ends with a stop string, and no token before its last has one.
+
+        Example: with the stop string "!", "a!" is such a text; "a" and "a! b" are not.
+        """
+        ids = encode_plain(self._tokenizer, text)
+        return next((n for n in range(1, len(ids) + 1) if self.completed(ids[:n])), None) == len(ids)
 
     def _tail(self, token_ids: Sequence[int]) -> list[int]:
         start, printing = len(token_ids), 0

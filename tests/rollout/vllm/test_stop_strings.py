@@ -30,6 +30,14 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it() -> None:
     assert "</search>" not in plain_text(TOKENIZER, ids[: seen - 1])
 
 
+def test_a_text_is_a_turn_if_it_ends_with_its_first_stop_string() -> None:
+    finder = StopFinder(TOKENIZER, ("</search>", "\n"))
+    assert finder.end_with("<search>a</search>") and finder.end_with("a\n")
+    for text in ("", "a", "</search", "</search> b", "a\nb</search>", f"a{END}"):
+        assert not finder.end_with(text)
+    assert not StopFinder(TOKENIZER, ()).end_with("a\n")
+
+
 def test_the_finder_treats_special_tokens_as_text() -> None:
     ids = [*TOKENIZER.encode("done"), TOKENIZER.eos_token_id]
     assert StopFinder(TOKENIZER, (END,)).completed(ids) == END

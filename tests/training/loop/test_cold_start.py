@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ ROW = {
     "prompt": [{"role": "user", "content": "Which city is number 1?"}],
     "segments": [{"text": "<answer>Rome</answer>", "kind": "turn"}],
 }
+OPEN = ROW | {"segments": [{"text": "<answer>Rome</answer>.", "kind": "turn"}]}
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +32,15 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE + "{{ tools | tojson }}"}
     tokenizer.save_pretrained(root / "model")
     (root / "demonstrations.jsonl").write_text((json.dumps(ROW) + "\n") * 8)
-    done = start(config)
+    done = start(config, "out", "environment.kind=search", "cold_start.episodes=5")
     assert done.returncode == 0, done.stderr[-3000:]
+    (root / "stderr").write_text(done.stderr)
     return config
 
 
-def start(config: Path, *overrides: str) -> small_run.Done:
+def start(config: Path, output: str, *overrides: str) -> small_run.Done:
     root = config.parent
-    given = (f"data.demonstrations={root}/demonstrations.jsonl", f"cold_start.output={root}/out")
+    given = (f"data.demonstrations={root}/demonstrations.jsonl", f"cold_start.output={root}/{output}")
     return small_run.run("cold-start", config, *given, "cold_start.batch_tokens=75", *overrides)
 
 
@@ -48,6 +51,24 @@ def changed(root: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Pa
     change(weights)
     save_file(weights, root / "changed" / "model.safetensors", {"format": "pt"})
     return root / "changed"
+
+
+def test_the_loss_of_turns_and_episodes_with_the_written_model_are_shown(config: Path) -> None:
+    said = (config.parent / "stderr").read_text()
+    steps = re.findall(r"cold start \d/4: loss ([0-9.]+) nats/token, ([0-9.]+) of turns alone", said)
+    assert len(steps) == 2 and float(steps[1][1]) < float(steps[0][1])
+    _, found, episodes = said.partition(f"done; the model is {config.parent}/out\n")
+    assert found and len(re.findall(r"^--- (?:ok|wrong|truncated), reward", episodes, re.MULTILINE)) == 3
+    assert len(re.findall(r"<\|im_start\|>user\nWhich city.*\n.*assistant\n\n\[turn\] ", episodes)) == 3
+    assert "5 episodes of data.train at rollout.temperature=1: exact match 0.000, valid actions" in episodes
+
+
+def test_a_turn_that_the_environment_would_not_end_is_refused_with_its_row(config: Path) -> None:
+    (config.parent / "open.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, OPEN)))
+    given = (f"data.demonstrations={config.parent}/open.jsonl", "environment.kind=search")
+    done = start(config, "refused", *given)
+    assert "open.jsonl row 2: segments.0.text: a turn ends with the first stop string in it" in done.stderr
+    assert done.returncode != 0 and not (config.parent / "refused").exists()
 
 
 def test_the_written_folder_has_the_tokenizer_and_all_templates_of_the_model(config: Path) -> None:
@@ -64,8 +85,8 @@ def test_the_written_folder_has_the_tokenizer_and_all_templates_of_the_model(con
 def test_every_weight_of_gated_delta_nets_is_trained(config: Path) -> None:
     root = config.parent
     build_model(root / "hybrid", "qwen3_5")
-    output = root / "hybrid-out"
-    done = start(config, f"model.path={root}/hybrid", f"cold_start.output={output}", "model.dtype=bfloat16")
+    output, without = root / "hybrid-out", "cold_start.episodes=0"
+    done = start(config, output.name, f"model.path={root}/hybrid", without, "model.dtype=bfloat16")
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = (load_file(folder / "model.safetensors") for folder in (root / "hybrid", output))
     assert not {key for key in before if torch.equal(before[key].to(after[key].dtype), after[key])}
@@ -78,30 +99,25 @@ def test_a_weight_that_is_not_finite_is_named_by_all_ranks_and_nothing_is_writte
     def poison(weights: dict[str, torch.Tensor]) -> None:
         weights["model.layers.1.mlp.down_proj.weight"][3, -1] = float("nan")  # a column of the second rank
 
-    output = config.parent / "out" / "model.safetensors"
-    before = output.read_bytes()
-    done = start(config, f"model.path={changed(config.parent, poison)}")
-    assert done.returncode != 0
+    done = start(config, "none", f"model.path={changed(config.parent, poison)}", "cold_start.episodes=0")
+    assert done.returncode != 0 and not (config.parent / "none").exists()
     line = (
         "/changed: tensor 'model.layers.1.mlp.down_proj.weight' has NaN or infinity; fetch the folder again"
     )
     first = f"megatron-stppo: {config.parent}{line}"  # of the first rank
     assert any(said.startswith(first) for said in done.stderr.splitlines()), done.stderr[-3000:]
-    assert output.read_bytes() == before
 
 
-def test_a_cold_start_without_a_finite_step_replaces_nothing(config: Path) -> None:
+def test_a_cold_start_without_a_finite_step_writes_nothing(config: Path) -> None:
     def enlarge(weights: dict[str, torch.Tensor]) -> None:
         weights["model.norm.weight"] *= 3e38  # its products are above the largest float32
 
-    output = config.parent / "out" / "model.safetensors"
-    before = output.read_bytes()
     folder = changed(config.parent, enlarge)
     for budget, line in (
         (1, "2 of 4 steps were not finite, run.nonfinite_budget=1; nothing is written; lower cold_start.lr"),
         (9, "4 of 4 steps were not finite, run.nonfinite_budget=9; nothing is written; lower cold_start.lr"),
     ):
-        done = start(config, f"model.path={folder}", f"run.nonfinite_budget={budget}")
-        assert done.returncode != 0
+        given = (f"run.nonfinite_budget={budget}", "cold_start.episodes=0")
+        done = start(config, "none", f"model.path={folder}", *given)
+        assert done.returncode != 0 and not (config.parent / "none").exists()
         assert f"megatron-stppo: {line}" in done.stderr, done.stderr[-3000:]
-        assert output.read_bytes() == before
