@@ -193,6 +193,20 @@ def test_a_failing_stage_shows_the_last_lines_of_its_ranks(
     assert (tmp_path / "logs" / "train.log").exists()
 
 
+def test_a_cold_start_begins_without_the_model_of_other_settings(
+    driver: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    product = tmp_path / "cold" / "config.json"
+    product.parent.mkdir()
+    there: list[bool] = []
+    line = (sys.executable, "-c", "")
+    stage = driver.Stage(
+        "cold-start", line, product, "a", tmp_path, check=lambda: there.append(product.parent.exists())
+    )
+    assert driver.perform(stage, driver.StageLedger(tmp_path), tmp_path) == 0 and there == [False]
+    assert "is removed: it was made with other settings" in " ".join(capfd.readouterr().out.split())
+
+
 def test_output_is_shown_and_kept(
     driver: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -72,9 +72,20 @@ def test_the_layout_must_divide_the_model(path: Path) -> None:
     assert message.startswith("parallel.tensor=3 must divide model.num_attention_heads=4; choose 1, 2")
 
 
-def test_the_engine_must_divide_the_ranks(path: Path) -> None:
-    message = refusal(path, ["rollout.engine_tensor=4"])
-    assert message == "rollout.engine_tensor=4 must divide the number of ranks 2; choose 1, 2"
+def test_the_engine_must_divide_the_ranks_unless_replicas_serve(path: Path) -> None:
+    served = ["rollout.engine_tensor=4", "serving.replicas=1"]
+    check(load(path, served), 2, "train")
+    check(load(path, [*served, "cold_start.episodes=0"]), 2, "cold-start")
+    for command, given in (("train", served[:1]), ("cold-start", served), ("evaluate", served)):
+        message = refusal(path, given, command=command)
+        assert message == "rollout.engine_tensor=4 must divide the number of ranks 2; choose 1, 2"
+
+
+def test_a_cold_start_needs_tasks_only_to_play_them(path: Path) -> None:
+    missing = "data.train=nowhere.jsonl"
+    assert refusal(path, [missing], command="cold-start").startswith(f"{missing}: no such file")
+    for given in (["data.train=null"], [missing, "cold_start.episodes=0"]):
+        check(load(path, given), 2, "cold-start")
 
 
 def test_tasks_spread_evenly_over_the_engine_replicas(path: Path) -> None:
