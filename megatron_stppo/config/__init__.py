@@ -9,6 +9,7 @@ unchanged, if validation/megatron_fields.py accepts it.
 from __future__ import annotations
 
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +62,21 @@ __all__ = [
     "TelemetryConfig",
     "UpdateConfig",
 ]
+
+
+# YAML 1.2's numbers that YAML 1.1 reads as text, such as 2e-2: tag, form and first characters.
+EXPONENT = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text in quotes if config/file.py would read it as a number."""
+
+
+_Dumper.add_implicit_resolver(*EXPONENT)
 
 
 class Config(Section):
@@ -165,4 +181,4 @@ class Config(Section):
 
     def dump(self) -> str:
         """Return the resolved configuration as YAML; loading it gives an equal Config."""
-        return yaml.safe_dump(json.loads(self.model_dump_json()), sort_keys=False)
+        return yaml.dump(json.loads(self.model_dump_json()), Dumper=_Dumper, sort_keys=False)

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_stppo.base.printing import did_you_mean
-from megatron_stppo.config import AlgorithmConfig, Config, ConfigError, RunConfig, peft_folder
+from megatron_stppo.config import EXPONENT, AlgorithmConfig, Config, ConfigError, RunConfig, peft_folder
 
 MAX_BYTES = 65_536  # largest configuration file
 MAX_SHOWN = 200  # characters of a wrong value in a message
@@ -108,11 +108,12 @@ def validate(raw: dict[str, Any]) -> Config:
 
 
 class _Plain(yaml.SafeLoader):
-    """A YAML loader with three restrictions.
+    """A YAML loader with restrictions, and with the numbers of YAML 1.2.
 
     Aliases are errors: a few lines of them can expand to gigabytes, and no section needs one. A name that
     occurs twice in a section is an error, as YAML requires; PyYAML would use the last one. Only true and
-    false are booleans, as in YAML 1.2: `correction: off` is the word "off".
+    false are booleans, as in YAML 1.2: `correction: off` is the word "off". And 2e-2 is a number, which YAML
+    1.1 reads as text: no declared type would convert it in a section that is passed on.
     """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
@@ -138,6 +139,7 @@ _Plain.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Plain.add_implicit_resolver(_TRUTH, re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Plain.add_implicit_resolver(*EXPONENT)
 
 # What to write instead, by pydantic's type of the error.
 REMEDIES = {
@@ -203,9 +205,9 @@ def _override(raw: dict[str, Any], text: str) -> None:
         given = parse(value)
     except NOT_YAML:
         raise ConfigError(f"override {shown}: the value is not YAML; quote it") from None
-    if not _is_text([*path, last]):
-        given = _number(given)
-    elif not isinstance(given, str | None):  # a name such as 2026-11-25, which is a date in YAML
+    if _is_text([*path, last]) and not isinstance(
+        given, str | None
+    ):  # a name such as 2026-11-25, which is a date in YAML
         given = value
     node[last] = given
 
@@ -223,16 +225,6 @@ def _forget_row(raw: dict[str, Any]) -> None:
     raw["algorithm"] = {
         name: value for name, value in section.items() if name not in row or value != row[name]
     }
-
-
-def _number(value: Any) -> Any:
-    """Convert text that is a number: YAML 1.1 reads 1e-6 as text."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _explain(error: Any) -> str:

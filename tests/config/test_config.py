@@ -91,8 +91,18 @@ def test_an_override_wins_over_the_file(tmp_path: Path) -> None:
     assert load(path, ["update.epochs=3"]).update.epochs == 3
 
 
-def test_scientific_notation_without_a_point_is_a_number(tmp_path: Path) -> None:
+def test_scientific_notation_without_a_point_is_a_number_in_every_section(tmp_path: Path) -> None:
+    fields = ("update.actor.lr", "megatron.init_method_std", "rollout.vllm.x", "model.template_arguments.x")
     assert load(minimal(tmp_path), ["update.actor.lr=1e-6"]).update.actor.lr == 1e-6
+    text = "model: {path: m, template_arguments: {x: 2e-2, y: '2e-2'}}\nmegatron: {init_method_std: 2e-2}\n"
+    in_file = load(written(tmp_path, text + "rollout: {vllm: {x: [+2.e-2, 1E3, e5]}}\n"))
+    assert in_file.megatron == {"init_method_std": 0.02}
+    assert in_file.rollout.vllm == {"x": [0.02, 1000.0, "e5"]}
+    assert in_file.model.template_arguments == {"x": 0.02, "y": "2e-2"}
+    assert load(written(tmp_path, in_file.dump())) == in_file
+    overridden = load(minimal(tmp_path), [f"{field}=2e-2" for field in fields])
+    assert overridden.megatron == {"init_method_std": 0.02} and overridden.rollout.vllm == {"x": 0.02}
+    assert overridden.model.template_arguments == {"x": 0.02}
 
 
 def test_off_is_read_as_a_word_and_true_as_a_boolean(tmp_path: Path) -> None:
