@@ -9,6 +9,7 @@ import re
 
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.observe.trajectory_files import played_path
 from tests.documented import DOCS, NAME, metrics, rows, undocumented
 from tools.write_reference import commands, configuration, default
 
@@ -42,6 +43,14 @@ def test_no_metric_is_described_twice() -> None:
 def test_the_references_of_fields_and_commands_are_current() -> None:
     for name, text in (("configuration.md", configuration()), ("commands.md", commands())):
         assert (DOCS / name).read_text(encoding="utf-8") == text, "call python tools/write_reference.py"
+
+
+def test_files_of_an_iteration_have_the_names_that_the_run_gives_them() -> None:
+    shown = "iteration-NNNNN"
+    assert played_path(DOCS, 12).stem == shown.replace("NNNNN", "00012")
+    for page in (*DOCS.rglob("*.md"), DOCS.parent / "README.md"):
+        names = re.findall(r"\biteration-[0-9N*]+", page.read_text(encoding="utf-8"))
+        assert set(names) <= {shown}, page
 
 
 def test_every_term_of_the_glossary_is_used_on_another_page_and_the_terms_are_sorted() -> None:

@@ -87,8 +87,8 @@ def evaluate(
     options += [given for given in overrides if given.startswith("model.path=")]  # not that of the run
     _run("evaluate", settings, options, ranks, modules)
     (result, *_) = sorted(_results(settings) - earlier, key=lambda path: -path.stat().st_mtime)
-    numbers: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
-    return numbers
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return {name: value for name, value in found.items() if name.startswith("evaluate/")}
 
 
 def _check_list(overrides: Sequence[str]) -> None:

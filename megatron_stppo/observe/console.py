@@ -13,17 +13,20 @@ COLUMNS = {
     "reward/mean": "reward {:.3f}",
     "rollout/exact_match": "exact match {:.3f}",
     "failed": "failed {:d}",
-    "critic/explained_variance": "critic explains {:.2f}",
+    "rollout/truncated": "truncated {:.0%}",
+    "critic/explained_variance": "critic explains {}",
     "actor/kl_after": "KL {:.1g}",
-    "actor/acted_share": "acted {:.0%}",
+    "actor/acted_share": "clipped or scaled steps {:.0%}",
     "rollout/tokens_per_second": "{:,.0f} tokens/s",
     "staleness": "staleness {:.2f}",
     "serving/trainer_idle_share": "trainer idle {:.0%}",
     "serving/idle_share": "replicas idle {:.0%}",
+    "evaluate/reward": "held-out reward {:.3f}",
     "evaluate/exact_match": "held-out exact match {:.3f}",
     "seconds": "{:.1f} s",
 }
 ERRORS = {"reward/mean": "reward/standard_error", "evaluate/exact_match": "evaluate/standard_error"}
+EXPLAINED, LOWEST = "critic/explained_variance", -10.0
 FAILED = ("outcome/error", "outcome/timeout")
 SERVED = "serving/replicas"  # a column of asynchronous runs only
 
@@ -45,7 +48,7 @@ def timed(name: str, enabled: bool = True) -> Iterator[None]:
 class RowLines:
     """A reporter that prints each row of metrics.jsonl as one line, on a terminal and in a log alike.
 
-    Example: "st_ppo 4/6: reward 0.266 ± 0.05, exact match 0.250, failed 0, 2,707 tokens/s, 1.6 s".
+    Example: "st_ppo 4/6: reward 0.266 ± 0.05, exact match 0.250, failed 0, truncated 0%, 1.6 s".
     """
 
     def __init__(self, name: str, iterations: int) -> None:
@@ -58,6 +61,12 @@ class RowLines:
     def close(self) -> None: ...
 
 
+def explained(variance: float, digits: int = 3) -> str:
+    """Return an explained variance as text. Where returns hardly vary it can be any negative number, which
+    says no more than "< -10"."""
+    return f"< {LOWEST:g}" if variance < LOWEST else f"{variance:.{digits}f}"
+
+
 def line(row: Mapping[str, Any]) -> str:
     """Return the row's COLUMNS in their order. None (a value that is not finite) becomes nan."""
     given = dict(row)
@@ -67,6 +76,8 @@ def line(row: Mapping[str, Any]) -> str:
         given["staleness"] = row["rollout/staleness"]
     shown = {name: float("nan") if given[name] is None else given[name] for name in COLUMNS if name in given}
     texts = {name: COLUMNS[name].format(value) for name, value in shown.items()}
+    if EXPLAINED in shown:
+        texts[EXPLAINED] = f"critic explains {explained(shown[EXPLAINED], 2)}"
     for name in ERRORS.keys() & texts.keys():
         if (error := row.get(ERRORS[name])) is not None:
             texts[name] += f" ± {error:.2g}"

@@ -23,11 +23,11 @@ from megatron_stppo.training.held_out import held_out
 def evaluate(config: Config, checkpoint: str | None = None, output: Path | None = None) -> None:
     """Evaluate model.path, or the checkpoint "step_N" or "latest", on data.evaluate, and print a table.
 
-    Writes the numbers (result.json) and the episodes (trajectories/) to a new folder of the run:
-    evaluate/step_N or evaluate/model, or step_N-2 and so on if it exists. `output`: another JSON file for the
-    numbers. Raises ConfigError.
+    Writes the numbers (result.json, which names model and checkpoint) and the episodes (trajectories/) to a
+    new folder of the run: evaluate/step_N or evaluate/model, or step_N-2 and so on if it exists. `output`:
+    another JSON file for the numbers. Raises ConfigError.
     """
-    rank, iteration = process.rank(), 0
+    rank, iteration, weights = process.rank(), 0, None
     held = playable(config, "evaluate", shown=rank == 0)
     used = config if checkpoint is None else config.of_checkpoint()
     worker = assemble(used, training=False, draws=False)
@@ -35,7 +35,8 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
         folder, step = config.run.folder / "checkpoints", checkpoints.step_of(checkpoint)
         state = checkpoints.load_weights(folder, "actor", worker.learner.policy, step)
         iteration = state["iteration"]
-        say(f"weights of {folder / f'step_{iteration}'}", rank == 0)
+        weights = folder / f"step_{iteration}"
+        say(f"weights of {weights}", rank == 0)
     with timed("first reshard", rank == 0):
         worker.publish(version=iteration)
     folder = config.run.folder / "evaluate"
@@ -49,9 +50,10 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
         for name, value in row.items():
             table.add_row(name, f"{value:.3f}")
         Console().print(table)
+        of = {"model": str(config.model.path.absolute()), "checkpoint": weights and str(weights.absolute())}
         files = [folder / "result.json", *([output] if output is not None else [])]
         for path in files:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(row, indent=1))
+            path.write_text(json.dumps(of | row, indent=1))
         say(f"done; the numbers are {files[-1]}, the episodes are in {folder}")
     worker.close()

@@ -42,6 +42,7 @@ def held_out(
     counted = outcomes(every)
     usable = [t for t in every if t.outcome not in FAILED]
     return {
+        "evaluate/reward": statistics.fmean([t.reward for t in usable] or [0.0]),
         "evaluate/exact_match": counted["ok"] / max(1, len(usable)),
         "evaluate/standard_error": standard_error(
             [float(t.outcome == "ok") for t in usable], [t.group for t in usable]

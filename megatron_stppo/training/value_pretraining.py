@@ -28,7 +28,7 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Model, Packer, logprobs, values
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.observe import trajectory_files, trajectory_log
-from megatron_stppo.observe.console import say, timed
+from megatron_stppo.observe.console import explained, say, timed
 from megatron_stppo.observe.describe import explained_variance
 from megatron_stppo.observe.metrics import progress
 from megatron_stppo.parallel.groups import MeshRank
@@ -78,22 +78,22 @@ def pretrain(config: Config, run: Path) -> None:
         f"held out, of policy versions up to {newest}",
         first_rank,
     )
-    explained = 0.0  # of the held-out episodes
+    after = 0.0  # of the held-out episodes
     for step, chosen in enumerate(progress(steps, "critic", first_rank, every=None), 1):
         scored, before = measured(critic.model, batch, chosen, packer)
         row = critic_step(critic, scored, chosen, config.algorithm.value_clip, packer)
         check_refused(critic, config.run.nonfinite_budget, len(steps), "update.critic.lr")
-        shown = f"loss {row['critic/loss']:.4f}, explained variance {before:.3f} before the step"
+        shown = f"loss {row['critic/loss']:.4f}, explained variance {explained(before)} before the step"
         if step % EVERY == 0 or step == len(steps):
-            explained = measured(critic.model, batch, held, packer)[1]
-            shown += f", {explained:.3f} held out after it"
+            after = measured(critic.model, batch, held, packer)[1]
+            shown += f", {explained(after)} held out after it"
         say(f"critic {step}/{len(steps)}: {shown}", first_rank)
     weights, spec = build.named_parameters(critic.chunks), layer_spec(config)
     layouts = training_layouts(shape, mesh.layout, spec=spec, head="value")
     export_hf(output, weights, layouts, shape, config.model.path, head="value")
     advice = "; below 0 it is worse than the mean return: record more tasks, or lower update.critic.lr"
     say(
-        f"done; held-out explained variance {explained:.3f}{advice if explained < 0 else ''}; train with "
+        f"done; held-out explained variance {explained(after)}{advice if after < 0 else ''}; train with "
         f"model.critic_path={output} model.path={config.model.path}",
         first_rank,
     )

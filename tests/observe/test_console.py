@@ -16,6 +16,7 @@ ROW = {
     "outcome/ok": 16,
     "outcome/error": 1,
     "outcome/timeout": 2,
+    "rollout/truncated": 0.125,
     "rollout/tokens_per_second": 2707.4,
 }
 
@@ -28,7 +29,8 @@ def test_an_iteration_prints_one_line_with_reward_exact_match_failures_and_speed
     metrics.close()
     seconds = json.loads((tmp_path / "metrics.jsonl").read_text())["seconds"]
     assert capsys.readouterr().err == (
-        f"st_ppo 4/6: reward 0.266, exact match 0.250, failed 3, 2,707 tokens/s, {seconds:.1f} s\n"
+        "st_ppo 4/6: reward 0.266, exact match 0.250, failed 3, truncated 12%, 2,707 tokens/s, "
+        f"{seconds:.1f} s\n"
     )
 
 
@@ -41,6 +43,19 @@ def test_a_mean_is_shown_with_its_standard_error() -> None:
     shown = line(ROW | errors)
     assert shown.startswith("reward 0.266 ± 0.051, exact match 0.250,")
     assert "held-out exact match 0.500, " in shown
+
+
+def test_an_explained_variance_without_a_meaning_is_not_shown_as_a_number() -> None:
+    of = "critic/explained_variance"
+    assert line({of: -354.84}) == "critic explains < -10"
+    assert (line({of: -10.0}), line({of: None})) == ("critic explains -10.00", "critic explains nan")
+
+
+def test_columns_are_named_so_that_they_are_understood_without_a_manual() -> None:
+    assert line({"actor/acted_share": 0.75}) == "clipped or scaled steps 75%"
+    assert line({"evaluate/reward": 0.5, "evaluate/exact_match": 0.0}) == (
+        "held-out reward 0.500, held-out exact match 0.000"
+    )
 
 
 def test_an_asynchronous_row_also_shows_staleness_and_who_waits() -> None:

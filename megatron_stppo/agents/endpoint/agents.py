@@ -38,13 +38,13 @@ def result_of(returned: Any) -> StepResult:
     """Return the end of an episode from what its agent has returned.
 
     A number is the reward. A dict has "reward", perhaps "outcome" and "detail", and own metrics.
-    Without "outcome", an episode with a reward above 0 is ok. Raises WrongValue for anything else.
-    Example: {"reward": 0.5, "detail": "2 of 4", "moves": 7} is an ok episode with the metric moves.
+    Without "outcome", an episode with a reward of at least 1 is ok. Raises WrongValue for anything else.
+    Example: {"reward": 0.5, "detail": "2 of 4", "moves": 7} is a wrong episode with the metric moves.
     """
     fields = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
     outcome, detail = fields.pop("outcome", None), fields.pop("detail", "")
     reward, metrics = contract.scored(WHERE, fields)
-    outcome = ("ok" if reward > 0 else "wrong") if outcome is None else outcome
+    outcome = ("ok" if reward >= 1 else "wrong") if outcome is None else outcome
     if outcome not in contract.OUTCOMES or not isinstance(detail, str):
         raise contract.WrongValue(
             f"{WHERE} returned outcome={_shown(outcome)}, detail={_shown(detail)}; give an outcome of "

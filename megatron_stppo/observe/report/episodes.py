@@ -43,7 +43,7 @@ class EpisodeRow(msgspec.Struct):
 
 
 class TurnRecord(msgspec.Struct):
-    """A line of trajectories/iteration-N.turns.jsonl."""
+    """A line of trajectories/iteration-NNNNN.turns.jsonl."""
 
     turns: list[dict[str, float | None]]
 

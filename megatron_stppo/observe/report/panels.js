@@ -2,7 +2,7 @@
 
 // Title, then {name as in docs/metrics.md: label}. N stands for every number that occurs.
 const PANELS = [
-  ["Reward", { "reward/mean": "reward" }],
+  ["Reward", { "reward/mean": "training", "evaluate/reward": "held out" }],
   ["Exact match", { "rollout/exact_match": "training", "evaluate/exact_match": "held out" }],
   ["Action tokens clipped, share", { "actor/clip_fraction": "clipped" }],
   ["Clipped by turn, share", { "actor/clip_fraction_turn_N": "turn N", "actor/clip_fraction_turn_last": "last turn" }],

@@ -1,4 +1,4 @@
-"""Readable records of the update of every turn: trajectories/iteration-N.turns.jsonl."""
+"""Readable records of the update of every turn: trajectories/iteration-NNNNN.turns.jsonl."""
 
 from __future__ import annotations
 

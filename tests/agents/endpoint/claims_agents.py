@@ -79,7 +79,7 @@ def test_an_agent_of_the_openai_sdk_is_one_history_token_for_token(world: World)
     world.tasks = [task(index) for index in range(4)]
     played = world.play(three_turns)
     for one in played:
-        assert (one.outcome, one.detail, one.reward, one.branches) == ("ok", "three turns", 0.5, ())
+        assert (one.outcome, one.detail, one.reward, one.branches) == ("wrong", "three turns", 0.5, ())
         assert [turn.reward for turn in one.turns] == [0.0, 0.0, 0.5]
         text = world.rules.tokenizer.decode(one.token_ids)
         opening = "<|im_end|>\n<|im_start|>assistant\n"
@@ -367,7 +367,7 @@ def test_a_result_of_the_wrong_kind_is_an_error_of_its_episode_in_one_line(world
     assert played.detail == "WrongValue: the agent: returned reward 'good'; return a number"
     assert result_of({"reward": 1.0, "moves": float("nan"), "n": 2}).metrics == {"moves": None, "n": 2.0}
     assert (
-        result_of(0.0).outcome == "wrong" and result_of({"reward": 1, "outcome": "wrong"}).outcome == "wrong"
+        result_of(0.5).outcome == "wrong" and result_of({"reward": 1, "outcome": "wrong"}).outcome == "wrong"
     )
     for wrong in (
         None,

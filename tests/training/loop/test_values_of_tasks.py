@@ -127,6 +127,7 @@ def test_an_evaluation_counts_prompts_that_are_too_long_and_reads_no_training_ta
     said = run(config, "evaluate", *given, *files)
     assert said.count(LONG) == 1 and "evaluate.samples=2 with evaluate.temperature=0: " in said
     result = json.loads((config.parent / "runs/measured/evaluate/model/result.json").read_text())
+    assert (result["model"], result["checkpoint"]) == (str(config.parent / "model"), None)
     names = ("overlong_prompts", "episodes", "failed", "exact_match")
     assert [result[f"evaluate/{name}"] for name in names] == [1, 8, 0, 0.0]
 

@@ -164,6 +164,8 @@ def test_a_checkpoint_is_evaluated_and_converted(config: Path) -> None:
     rows = [json.loads(x) for x in (runs / name / "metrics.jsonl").read_text().splitlines()]
     alone, during = json.loads(result.read_text()), rows[-1]
     assert alone.pop("evaluate/tokens_per_second") > 0
+    assert alone.pop("checkpoint") == str(runs / name / "checkpoints" / f"step_{during['iteration']}")
+    assert alone.pop("model") == str(config.parent / "model")
     assert alone == {name: during[name] for name in alone}
     assert {"evaluate/exact_match", "evaluate/episodes"} <= alone.keys()
     assert alone["evaluate/overlong_prompts"] == 0
