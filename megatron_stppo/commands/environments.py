@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.commands.options import Overrides, command_group, examples
 
 commands = command_group()
+PLAY = "--play"
+
+
+class _Turns(TyperCommand):
+    """A command of which all arguments after --play are values of --play."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        first = args.index(PLAY) if PLAY in args else len(args)
+        turns = [turn for turn in args[first:] if turn != PLAY]
+        parsed: list[str] = super().parse_args(ctx, [*args[:first], *(f"{PLAY}={turn}" for turn in turns)])
+        return parsed
 
 
 @commands.command(
     "check-environment",
-    epilog=examples("megatron-stppo check-environment guess:factory config.yaml"),
+    cls=_Turns,
+    epilog=examples(
+        "megatron-stppo check-environment guess:factory config.yaml",
+        "megatron-stppo check-environment guess:factory config.yaml --play 5 'is it 3?' 4",
+    ),
 )
 def check_environment(
     kind: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="a value of environment.kind")],
@@ -28,20 +44,39 @@ def check_environment(
         list[str] | None,
         typer.Option(help="action of all turns of an episode; may be repeated; default: a script"),
     ] = None,
+    turns: Annotated[
+        list[str] | None,
+        typer.Option(
+            PLAY,
+            metavar="TURN...",
+            help="turns of one episode, which is shown; the last arguments. With a CONFIG.yaml, the text "
+            "that the model reads is shown too",
+        ),
+    ] = None,
 ) -> None:
     """Play scripted episodes with your environment, without a model; exit 2 if it has a problem."""
     from megatron_stppo.config import EnvironmentConfig
     from megatron_stppo.config.file import load
     from megatron_stppo.data import tasks
-    from megatron_stppo.rollout.episodes.check_environment import check
+    from megatron_stppo.rollout.episodes.check_environment import check, play
 
     settings = load(config, overrides).beside(config.parent) if config is not None else None
     section = settings.environment if settings is not None else EnvironmentConfig().beside(Path())
     train = settings.data.train if settings is not None else None
     given = tasks.read(train)[:8] if train is not None else ()
-    found = check(section.model_copy(update={"kind": kind}), given, action or ())
+    section = section.model_copy(update={"kind": kind})
+    if turns:
+        from megatron_stppo.weights.sharding.hf_load import load_tokenizer
+
+        model = settings and settings.model
+        tokenizer = model and load_tokenizer(model.path, model.template_arguments)
+        found = play(section, given, turns, typer.echo, (settings, tokenizer) if settings else None)
+    else:
+        found = check(section, given, action or ())
     if found.problems:
         raise ConfigError("\nmegatron-stppo: ".join(found.problems))
+    if turns:
+        return
     ends = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items())) or "none ended"
     unseen = "" if "ok" in found.outcomes else "; none was ok: give right actions with --action"
     typer.echo(f"no problem in {found.episodes} episodes, {found.turns} turns: {ends}{unseen}", err=True)

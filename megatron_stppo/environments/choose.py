@@ -20,6 +20,7 @@ BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = 
     reasoning_gym.KIND: reasoning_gym.factory,
     bfcl.KIND: bfcl.factory,
 }
+OWN_ROWS = (reasoning_gym.KIND, bfcl.KIND)  # environments whose tasks their `task_rows` writes
 REMEDY = f"give {', '.join(BUILT_IN)}, {AGENT}, or MODULE:FACTORY, {FOUND}"
 
 

@@ -6,26 +6,32 @@ The episodes run as in a rollout (environment_host.py): environments/contract.py
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_stppo.base.errors import ToolsStayAway
+from megatron_stppo.base.printing import printable
 from megatron_stppo.base.types import Message, Task
-from megatron_stppo.config import ConfigError, EnvironmentConfig
+from megatron_stppo.config import Config, ConfigError, EnvironmentConfig
+from megatron_stppo.data.text.plain_text import decode_plain, encode_plain
 from megatron_stppo.environments import choose, contract
 from megatron_stppo.environments.base import Environment, StepResult
+from megatron_stppo.rollout.episodes import episode
 from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.failures import FailureLines
-from megatron_stppo.rollout.vllm.generation import RolloutError
+from megatron_stppo.rollout.vllm.generation import Finished, Reason, RolloutError
 
 TICK = 0.01  # seconds
 STALL = 0.5  # seconds without an await after which a call is reported
 TASK = Task("check-environment", (Message("user", "What is the answer?"),), ("42",), "train", 0)
+OTHERS = itertools.repeat("another episode's action")
 Episode = tuple[Any, ...]  # what the environment returned, for comparison
 
 
@@ -53,7 +59,27 @@ def check(section: EnvironmentConfig, tasks: Sequence[Task] = (), actions: Seque
     given tasks in turn (default: one fixed task). A call that blocks for longer than a rollout waits, and
     tools that do not answer, end the test.
     """
-    return _found(section, lambda player: _compare(player, tasks or (TASK,), actions))
+    return _found(section, lambda player: _compare(player, tasks or (TASK,), actions), tasks)
+
+
+def play(
+    section: EnvironmentConfig,
+    tasks: Sequence[Task],
+    turns: Sequence[str],
+    show: Callable[[str], None],
+    model: tuple[Config, Any] | None = None,
+) -> Found:
+    """Play one episode of the first task with the given turns, show it, and return what is wrong.
+
+    model: a configuration and its tokenizer; then the turns end as the model's do, and the tokens that the
+    model reads are shown too.
+    """
+    task = tasks[0] if tasks else TASK
+    shown = _Shown(task, turns, show, model)
+    found = _found(section, lambda player: shown.played_by(player), tasks)
+    if found.episodes:
+        shown.end()
+    return found
 
 
 def rewards(section: EnvironmentConfig, episodes: Sequence[tuple[Task, str]]) -> Found:
@@ -61,7 +87,7 @@ def rewards(section: EnvironmentConfig, episodes: Sequence[tuple[Task, str]]) ->
 
     def play(player: _Player) -> None:
         for task, action in episodes:
-            played = player.play(task, action)
+            played = player.play(task, itertools.repeat(action))
             results = [one for one in played or () if isinstance(one, StepResult)]
             reward = math.fsum(one.reward for one in results)
             player.found.rewards.append(reward if played is not None else math.nan)
@@ -70,10 +96,18 @@ def rewards(section: EnvironmentConfig, episodes: Sequence[tuple[Task, str]]) ->
     return _found(section, play)
 
 
-def _found(section: EnvironmentConfig, play: Callable[[_Player], None]) -> Found:
-    """Return what a function finds that plays episodes."""
+def _found(
+    section: EnvironmentConfig, play: Callable[[_Player], None], tasks: Sequence[Task] | None = None
+) -> Found:
+    """Return what a function finds that plays episodes, of these tasks or, if there is none, of TASK."""
     found = Found()
     try:
+        if not tasks and tasks is not None and section.kind in choose.OWN_ROWS:
+            raise ConfigError(
+                f"environment.kind={section.kind}: plays only rows that "
+                f"environments.{section.kind}.task_rows has written; give a CONFIG.yaml with "
+                "such a data.train"
+            )
         choose.check(section)
         player = _Player(section, choose.factory(section), found)
     except ConfigError as error:
@@ -97,12 +131,12 @@ def script(task: Task, stops: Sequence[str]) -> list[str]:
 
 def _compare(player: _Player, tasks: Sequence[Task], actions: Sequence[str]) -> None:
     """Play every action alone, and again beside another episode."""
-    player.play(tasks[0], "hello")
+    player.play(tasks[0], itertools.repeat("hello"))
     for number in range(len(actions) or len(script(tasks[0], player.stops))):
         task = tasks[number % len(tasks)]
         action = (actions or script(task, player.stops))[number]
-        alone = player.play(task, action)
-        beside = player.play(task, action, lambda: player.play(tasks[-1], "another episode's action"))
+        alone = player.play(task, itertools.repeat(action))
+        beside = player.play(task, itertools.repeat(action), lambda: player.play(tasks[-1], OTHERS))
         if alone is not None and beside is not None and repr(alone) != repr(beside):  # NaN equals nothing
             player.found.add(
                 f"{player.name}: the same task, seed and actions gave a different result while a second "
@@ -120,6 +154,7 @@ class _Player(FailureLines):
         self.found, self._section, self._make = found, section, make
         self.name = self.where = f"environment.kind={section.kind}"
         self.stops: tuple[str, ...] = ()
+        self.answered: Callable[[Answer], object] = lambda answer: None  # called for every usable answer
         self._first: Environment | None = None
         self._failed = False
 
@@ -147,17 +182,18 @@ class _Player(FailureLines):
             self.found.add(f"{self.where}: raised {detail}; the episode ends as an error")
 
     def play(
-        self, task: Task, action: str, after_reset: Callable[[], object] | None = None
+        self, task: Task, actions: Iterable[str], after_reset: Callable[[], object] | None = None
     ) -> Episode | None:
-        """Return the results of reset and steps, or None if a call failed."""
+        """Play until the environment is done or there are no more actions. Return the results of reset and
+        steps, or None if a call failed."""
         index, self.found.episodes = self.found.episodes, self.found.episodes + 1
         answer = self._answer("reset", lambda: self.host.reset(index, task, 7))
         played: list[object] = [answer and (answer.messages, answer.stop_strings)]
         self.stops = answer.stop_strings if answer else self.stops
         if after_reset is not None:
             after_reset()
-        most, turn = self._section.max_turns + 1, 0
-        while answer is not None and (answer.result is None or not answer.result.done):
+        most = self._section.max_turns + 1
+        for turn, action in enumerate(actions if answer else ()):
             if turn == most:
                 self.found.add(
                     f"{self.name}.step(): not done after {most} turns (environment.max_turns="
@@ -165,8 +201,10 @@ class _Player(FailureLines):
                     "by then"
                 )
                 break
-            answer, turn = self._answer("step", lambda: self.host.step(index, action)), turn + 1
+            answer = self._answer("step", partial(self.host.step, index, action))
             played.append(answer and answer.result)
+            if answer is None or answer.result is None or answer.result.done:
+                break
         self.where = f"{self.name}.close()"
         self._wait(self.host.close(index).done)
         return None if None in played else tuple(played)
@@ -182,18 +220,19 @@ class _Player(FailureLines):
             return None
         if answer.result is not None:
             self._look(answer.result.metrics, answer.result.outcome)
+        self.answered(answer)
         return answer
 
     def _wait(self, take: Callable[[], Any]) -> Any:
         """Return what `take` returns when it is true, and report a call that blocks the event loop."""
-        blocked = 0.0
+        blocked, where = 0.0, ""
         while not (taken := take()):
-            blocked = max(blocked, self.host.lag())
+            blocked, where = max((blocked, where), self.host.lag())
             time.sleep(TICK)
         if blocked > STALL:
             self.found.add(
-                f"{self.where}: blocked the event loop for {blocked:.1f} s, and with it all other episodes; "
-                "await, or run what blocks in asyncio.to_thread"
+                f"{self.where}: blocked the event loop for {blocked:.1f} s{where}, and with it all other "
+                "episodes; await, or run what blocks in asyncio.to_thread"
             )
         return taken
 
@@ -205,3 +244,87 @@ class _Player(FailureLines):
             )
         if outcome is not None:
             self.found.outcomes[outcome] += 1
+
+
+class _Shown:
+    """An episode of given turns, which is shown while it is played."""
+
+    def __init__(
+        self,
+        task: Task,
+        turns: Sequence[str],
+        show: Callable[[str], None],
+        model: tuple[Config, Any] | None,
+    ) -> None:
+        self._task, self._left, self._show, self._reward = task, list(turns), show, 0.0
+        self._last: StepResult | None = None
+        self._read: episode.Episode | None = None  # what the model reads
+        if model is not None:
+            config, tokenizer = model
+            limits, ends = episode.Limits.of(config), (tokenizer.eos_token_id,)
+            self._read = episode.Episode(task, 0, limits, tokenizer, ends)
+
+    def played_by(self, player: _Player) -> None:
+        player.answered = self._answered
+        player.play(self._task, self._turns(player))
+
+    def end(self) -> None:
+        """Show the end of the episode, and what the model has read."""
+        ended = self._read if self._over() else self._last
+        done = ended is not None and ended.outcome is not None
+        how = f"{ended.outcome}, detail {ended.detail!r}" if ended is not None and done else "not done"
+        unplayed = f"; turns that were not played: {len(self._left)}" if self._left else ""
+        self._show(f"end: {how}, reward {self._reward:g} in all{unplayed}")
+        if self._read is None:
+            self._show("give a CONFIG.yaml to see the text that its model.path would read")
+        else:
+            ids = self._read.context
+            self._show(f"what the model reads and writes, {len(ids)} tokens:")
+            self._show(printable(decode_plain(self._read.tokenizer, ids)))
+
+    def _turns(self, player: _Player) -> Iterator[str]:
+        while self._left and not self._over():
+            given = self._left.pop(0)
+            text = _until_stop(given, player.stops)
+            if self._read is not None:
+                text = _add_turn(self._read, text, player.stops)
+            self._show(f"turn: {text!r}{f', cut from {given!r}' if text != given else ''}")
+            if not self._over():
+                yield text
+
+    def _over(self) -> bool:
+        """Return whether the program ends the episode: its prompt is too long, or its context is full."""
+        return self._read is not None and self._read.outcome is not None
+
+    def _answered(self, answer: Answer) -> None:
+        result = self._last = answer.result
+        if result is None:
+            for message in answer.messages:
+                self._show(f"{message.role}: {message.content!r}")
+            if self._read is not None:
+                self._read.start(answer.messages, answer.stop_strings)
+            return
+        self._reward += result.reward
+        numbers = {"reward": result.reward, "valid": result.valid, "tool_calls": result.tool_calls}
+        shown = ", ".join(f"{name} {value}" for name, value in {**numbers, **result.metrics}.items())
+        self._show(f"observation: {result.observation!r} ({shown})")
+        if self._read is not None:
+            self._read.answer(result)
+
+
+def _until_stop(text: str, stops: Sequence[str]) -> str:
+    """Return the text up to its first stop string, at which the engine ends a turn."""
+    ends = [place + len(stop) for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(ends, default=len(text))]
+
+
+def _add_turn(read: episode.Episode, text: str, stops: Sequence[str]) -> str:
+    """Add a turn as the model would write it, and return its text for the environment."""
+    ids, most = encode_plain(read.tokenizer, text), read.max_tokens
+    stopped = text.endswith(tuple(stops)) if stops else False
+    ids = ids if stopped else [*ids, read.tokenizer.eos_token_id]
+    reason: Reason = "length" if len(ids) > most else "stop" if stopped else "end"
+    ids = ids[:most]
+    finished = Finished("", tuple(ids), (0.0,) * len(ids), reason, ((0, len(ids)),))
+    read.add_turn(finished)
+    return read.completion(finished).text

@@ -34,11 +34,12 @@ from megatron_stppo.environments.base import (
     StepResult,
     ToolAway,
 )
-from megatron_stppo.rollout.episodes.failures import FailureLines, described, text_of
+from megatron_stppo.rollout.episodes.failures import FailureLines, coroutines_of, described, text_of
 from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from megatron_stppo.rollout.vllm.generation import RolloutError
 
 log = logging.getLogger(__name__)
+GLANCE = 0.1  # seconds after which a delayed event loop's coroutines are looked up
 BEAT = 0.5  # seconds between signs of life of the event loop
 PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
 
@@ -100,7 +101,7 @@ class EnvironmentHost:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(max(0.0, self._beat + self._deadline + PATIENCE - time.monotonic()))
         if self._thread.is_alive():
-            log.error("an environment blocks the event loop; its thread is abandoned")
+            log.error("an environment blocks the event loop%s; its thread is abandoned", self._where())
 
     def reset(self, index: int, task: Task, seed: int) -> None:
         """Make the environment of episode `index` and reset it, in the background; see `take`."""
@@ -149,17 +150,28 @@ class EnvironmentHost:
         silent = time.monotonic() - self._beat
         if silent > self._deadline + PATIENCE:
             raise RolloutError(
-                f"an environment call has blocked the event loop for {silent:.0f} s; async code must "
-                "await, or run what blocks in asyncio.to_thread"
+                f"an environment call has blocked the event loop for {silent:.0f} s{self._where()}; async "
+                "code must await, or run what blocks in asyncio.to_thread"
             )
 
-    def lag(self) -> float:
-        """Return the seconds after which the event loop runs a new call. Raises what `check` raises."""
-        began = time.monotonic()
-        with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop).result(self._deadline + PATIENCE)
+    def lag(self) -> tuple[float, str]:
+        """Return the seconds after which the event loop runs a new call, and what it ran meanwhile.
+
+        The second is "" or as " (guess.py:12 in Guess.step)". Raises what `check` raises.
+        """
+        began, where = time.monotonic(), ""
+        probe = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        while not probe.done() and time.monotonic() - began < self._deadline + PATIENCE:
+            with suppress(TimeoutError):
+                probe.result(GLANCE)
+                break
+            where = where or self._where()
         self.check()
-        return time.monotonic() - began
+        return time.monotonic() - began, where
+
+    def _where(self) -> str:
+        places = coroutines_of(self._thread.ident or 0)
+        return f" ({places})" if places else ""
 
     def renew_patience(self) -> None:
         """Wait for tools again as long as at the start, and log failures again, as a new rollout does."""

@@ -7,7 +7,9 @@ separately: if few episodes call a tool, a broken tool makes only a small share 
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -24,6 +26,7 @@ NAMED = 3  # overlong prompts, and metrics, listed in a report
 KINDS = 8  # of failures, of which a rollout logs the first one
 FRAMES = 4  # of a traceback, the innermost of the user's code
 CALLERS = (
+    "agents/endpoint/environment.py",
     "environments/contract.py",
     "rollout/episodes/environment_host.py",
     "rollout/episodes/tool_wait.py",
@@ -104,7 +107,7 @@ class FailureLines:
         kind = type(error), *((frames[0].filename, frames[0].lineno) if frames else ())
         self._log.debug("%s", what, exc_info=error)
         theirs = [f for f in frames if not f.filename.endswith(CALLERS)][:FRAMES]
-        where = " < ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in theirs)
+        where = " < ".join(_place(f.filename, f.lineno, f.name) for f in theirs)
         self.once(kind, f"{what}: {detail}{one_line(f' ({where})' if where else '')}")
 
     def once(self, kind: Hashable, line: str) -> None:
@@ -112,6 +115,28 @@ class FailureLines:
         if kind not in self._shown and len(self._shown) < KINDS:
             self._shown.add(kind)
             self._log.error("%s", line)
+
+
+def _place(file: str, line: int | None, name: str) -> str:
+    return f"{Path(file).name}:{line} in {name}"
+
+
+def coroutines_of(thread: int) -> str:
+    """Return where the coroutines of the user's code are that a thread's event loop runs at this moment.
+
+    Innermost first, without the functions that they call: the line to change is that of the coroutine. If an
+    ordinary function of the user is called instead of a coroutine, it is named. "" if the event loop waits.
+    Example: "tools.py:31 in look_up < guess.py:12 in step".
+    """
+    places, inner = list[str](), ""
+    for frame, line in traceback.walk_stack(sys._current_frames().get(thread)):
+        code, here = frame.f_code, _place(frame.f_code.co_filename, line, frame.f_code.co_qualname)
+        if code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+            if code.co_filename.endswith(CALLERS):
+                return one_line(" < ".join(places[:FRAMES] or [inner]))
+            places.append(here)
+        inner = here
+    return one_line(" < ".join(places[:FRAMES]))
 
 
 def described(error: BaseException) -> str:

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo import __main__ as command_line
-from megatron_stppo.rollout.episodes import environment_host
+from megatron_stppo.config import EnvironmentConfig
+from megatron_stppo.rollout.episodes import check_environment, environment_host
+
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart" / "model"
 
 MODULE = """
 import asyncio, math, random, time
@@ -135,15 +138,12 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.delitem(sys.modules, "checked_environments", raising=False)
     (tmp_path / "run.yaml").write_text("model: {path: m}\nenvironment: {max_turns: 2, deadline: 0.3}\n")
 
-    def run(name: str, *arguments: str) -> tuple[int, list[str]]:
-        command = [
-            "check-environment",
-            f"checked_environments:{name}",
-            str(tmp_path / "run.yaml"),
-            *arguments,
-        ]
+    def run(name: str, *arguments: str, settings: bool = True) -> tuple[int, list[str]]:
+        given = (str(tmp_path / "run.yaml"),) if settings else ()
+        command = ["check-environment", f"checked_environments:{name}", *given, *arguments]
         monkeypatch.setattr(sys, "argv", ["megatron-stppo", *command])
-        return command_line.run(), capsys.readouterr().err.splitlines()
+        code, shown = command_line.run(), capsys.readouterr()
+        return code, (shown.out + shown.err).splitlines()
 
     return run
 
@@ -152,6 +152,37 @@ def test_a_correct_environment_is_reported_without_problems(check: Check) -> Non
     code, (line,) = check("right")
     assert code == 0
     assert re.fullmatch(r"no problem in \d+ episodes, \d+ turns: \d+ ok, \d+ wrong", line)
+
+
+def test_given_turns_are_played_in_one_episode_and_shown(check: Check) -> None:
+    turns = ("no</answer> and", "--action=42", "more")
+    code, lines = check("right", f"model.path={QUICKSTART}", "--play", *turns)
+    assert code == 0
+    assert lines[:6] == [
+        "user: 'What is the answer?'",
+        "turn: 'no</answer>', cut from 'no</answer> and'",
+        "observation: 'again' (reward 0.0, valid True, tool_calls 0)",
+        "turn: '--action=42'",
+        "observation: '' (reward 1.0, valid True, tool_calls 0)",
+        "end: ok, detail '--action=', reward 1 in all; turns that were not played: 1",
+    ]
+    assert re.fullmatch(r"what the model reads and writes, \d+ tokens:", lines[6])
+    assert lines[-1] == "no</answer>again--action=42<|im_end|>"
+    code, lines = check("raising", "--play", "a", settings=False)
+    assert (code, lines[1]) == (2, "turn: 'a'") and "reward 0 in all" in lines[2]
+    assert (
+        lines[-1] == "megatron-stppo: Broken.step(): raised KeyError: 'board'; the episode ends as an error"
+    )
+
+
+@pytest.mark.parametrize("kind", ["bfcl", "reasoning_gym"])
+def test_an_environment_with_rows_of_its_own_needs_them(kind: str) -> None:
+    section = EnvironmentConfig(kind=kind)
+    for found in (check_environment.check(section), check_environment.play(section, (), ["a"], print)):
+        assert found.problems == [
+            f"environment.kind={kind}: plays only rows that environments.{kind}.task_rows has written; give "
+            "a CONFIG.yaml with such a data.train"
+        ]
 
 
 def test_every_task_is_played_with_its_own_answer(check: Check, tmp_path: Path) -> None:
@@ -205,9 +236,17 @@ def test_a_defect_of_an_environment_gives_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("blocking", "Broken.step(): blocked the event loop for "),
-        ("hanging", "Broken.step(): an environment call has blocked the event loop for "),
-        ("slow", "Broken.step(): no answer within 0.3 s (environment.deadline); answer sooner"),
+        (
+            "blocking",
+            r"Broken.step\(\): blocked the event loop for \S+ s "
+            r"\(checked_environments.py:\d+ in _blocking\), and",
+        ),
+        (
+            "hanging",
+            r"Broken.step\(\): an environment call has blocked the event loop for \d+ s "
+            r"\(checked_environments.py:\d+ in _hanging\); async code must await",
+        ),
+        ("slow", r"Broken.step\(\): no answer within 0.3 s \(environment.deadline\); answer sooner"),
     ],
 )
 def test_a_call_that_takes_too_long_is_named(
@@ -215,4 +254,4 @@ def test_a_call_that_takes_too_long_is_named(
 ) -> None:
     monkeypatch.setattr(environment_host, "PATIENCE", 1.0)
     code, lines = check(name, "--action", "hello")
-    assert code == 2 and [line for line in lines if problem in line], lines
+    assert code == 2 and [line for line in lines if re.search(problem, line)], lines
