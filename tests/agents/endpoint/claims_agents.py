@@ -354,7 +354,7 @@ def test_an_agent_whose_tools_are_away_at_the_start_is_started_again(world: Worl
         return (await three_turns(episode))["reward"]
 
     (played,) = world.play(waits, tool_wait=5.0)
-    assert played.outcome == "ok" and len(set(starts)) == 2
+    assert played.outcome == "wrong" and len(set(starts)) == 2
 
 
 def test_a_result_of_the_wrong_kind_is_an_error_of_its_episode_in_one_line(world: World) -> None:
