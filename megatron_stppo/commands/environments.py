@@ -68,9 +68,10 @@ def check_environment(
     if turns:
         from megatron_stppo.weights.sharding.hf_load import load_tokenizer
 
-        model = settings and settings.model
-        tokenizer = model and load_tokenizer(model.path, model.template_arguments)
-        found = play(section, given, turns, typer.echo, (settings, tokenizer) if settings else None)
+        model = None
+        if settings is not None:
+            model = settings, load_tokenizer(settings.model.path, settings.model.template_arguments)
+        found = play(section, given, turns, typer.echo, model)
     else:
         found = check(section, given, action or ())
     if found.problems:
@@ -125,14 +126,17 @@ def serve_retriever(
     retrieval_server.serve(index, host, port, token, announce)
 
 
-@commands.command(epilog=examples("megatron-stppo init my-project"))
+@commands.command(epilog=examples("megatron-stppo init my-project", "megatron-stppo init --agent my-agent"))
 def init(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", show_default=False, help="new or empty folder")],
+    agent: Annotated[
+        bool, typer.Option("--agent", help="an agent with tools, which calls its model over HTTP")
+    ] = False,
 ) -> None:
     """Write a new project: configuration, environment, data, tests and a model that trains on a CPU."""
     from megatron_stppo.commands import new_project as project
 
-    names = project.write(folder)
+    names = project.write(folder, project.AGENT if agent else project.TEMPLATE)
     typer.echo(f"wrote {', '.join(names)} to {folder}; next:\n")
     typer.echo(f"    cd {folder}\n    python make_model.py\n    pytest")
     typer.echo("    megatron-stppo train config.yaml\n\nREADME.md says what to change first.")

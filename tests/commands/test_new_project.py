@@ -17,6 +17,9 @@ from megatron_stppo.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = Path(init.__file__).parent / init.TEMPLATE
+AGENT = TEMPLATE.with_name(init.AGENT)
+AGENT_FILES = ["README.md", "agent.py", "config.yaml", "demonstrations.py", "make_model.py"]
+AGENT_FILES += ["test_agent.py", "train.jsonl"]
 FILES = ["README.md", "config.yaml", "guess.py", "make_model.py", "test_environment.py", "train.jsonl"]
 
 
@@ -47,7 +50,8 @@ def test_a_new_project_makes_its_model_passes_its_tests_and_trains(
     assert "4 passed" in run(folder, "-m", "pytest", "-q").stdout
     monkeypatch.chdir(folder)  # the same command, through the Python interface
     trained = megatron_stppo.train("config.yaml", ["run.iterations=2"])
-    assert "st_ppo 2/2: reward" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "st_ppo 2/2: reward" in printed and "NUMA" not in printed, "vLLM binds memory, and warns of it"
     table = megatron_stppo.read_run(trained)
     assert table.metrics.index.tolist() == [1, 2] and len(table.episodes) == 2 * 80
     assert all(1 < mean <= 3 for mean in table.metrics["environment/guesses"])
@@ -61,6 +65,19 @@ def test_a_new_project_makes_its_model_passes_its_tests_and_trains(
     assert (folder / "runs/first/report.html").exists()
 
 
+def test_a_new_agent_makes_its_model_passes_its_tests_and_trains(tmp_path: Path) -> None:
+    folder = tmp_path / "my-agent"
+    run(tmp_path, "-m", "megatron_stppo", "init", "--agent", str(folder))
+    assert sorted(path.name for path in folder.iterdir()) == AGENT_FILES
+    run(folder, "make_model.py")
+    assert "3 passed" in run(folder, "-m", "pytest", "-q").stdout
+    run(folder, "-m", "megatron_stppo", "train", "config.yaml", "run.iterations=1")
+    (row,) = (json.loads(row) for row in (folder / "runs/first/metrics.jsonl").read_text().splitlines())
+    assert row["outcome/ok"] + row["outcome/wrong"] == 48, "no episode failed"
+    assert row["rollout/called_tool"] > 0.9 and 0.1 < row["rollout/exact_match"] < 0.9
+    assert row["rollout/branches"] == 1, "an episode is one history"
+
+
 def test_a_folder_that_is_not_empty_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     for target in (tmp_path, tmp_path / "notes.txt"):
@@ -72,12 +89,11 @@ def test_a_folder_that_is_not_empty_is_refused_and_unchanged(tmp_path: Path) -> 
 def test_an_installed_package_has_the_whole_template(tmp_path: Path) -> None:
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
-    built = {
-        path.name: path.read_text()
-        for path in (tmp_path / "megatron_stppo" / "commands" / "new_project" / init.TEMPLATE).iterdir()
-    }
     assert (tmp_path / "megatron_stppo" / "py.typed").exists()
-    assert built == {name: (TEMPLATE / name).read_text() for name in FILES}
+    for source, names in ((TEMPLATE, FILES), (AGENT, [name for name in AGENT_FILES if name != init.SHARED])):
+        built = (tmp_path / "megatron_stppo" / "commands" / "new_project" / source.name).iterdir()
+        expected = {name: (source / name).read_text() for name in names}
+        assert {path.name: path.read_text() for path in built} == expected
 
 
 def test_the_environment_that_the_docs_show_is_the_one_of_the_template() -> None:

@@ -7,19 +7,21 @@ from pathlib import Path
 
 from megatron_stppo.config import ConfigError
 
-TEMPLATE = "template"
+TEMPLATE, AGENT = "template", "agent"
+SHARED = "make_model.py"  # of TEMPLATE; in every project
 
 
-def write(folder: Path) -> list[str]:
+def write(folder: Path, template: str = TEMPLATE) -> list[str]:
     """Copy the template's files into `folder`, which is created; return their names, sorted.
 
     Raises ConfigError if the folder holds anything, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"FOLDER={folder}: is not an empty folder; name a new one")
+    root = resources.files(__package__)
     files = {
         item.name: item.read_text(encoding="utf-8")
-        for item in (resources.files(__package__) / TEMPLATE).iterdir()
+        for item in (root / TEMPLATE / SHARED, *(root / template).iterdir())
         if item.is_file()  # not __pycache__
     }
     try:
