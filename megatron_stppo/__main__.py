@@ -13,8 +13,18 @@ from typing import Annotated, NoReturn
 import typer
 
 from megatron_stppo import __version__
-from megatron_stppo.base.errors import Ending
-from megatron_stppo.cluster.exits import crash, end_within, has_process_groups, leave, report_to_torchrun, say
+from megatron_stppo.base.errors import Ending, Requeue
+from megatron_stppo.base.printing import drop_unwritable
+from megatron_stppo.cluster.exits import (
+    PATIENCE,
+    SAVED,
+    crash,
+    end_within,
+    has_process_groups,
+    leave,
+    report_to_torchrun,
+    say,
+)
 from megatron_stppo.commands import check, convert, environments, plan, report, serve, train, verify
 from megatron_stppo.commands.options import command_group, examples
 
@@ -27,6 +37,8 @@ app = command_group(
         "megatron-stppo train config.yaml run.name=second update.actor.lr=1e-5",
     ),
 )
+# What these commands do is on the disk. Others print it, and fail if their output cannot be written.
+_ON_DISK = ("train", "replay", "rollout", "evaluate", "cold-start", "serve")
 _FILES = (train, serve, environments, plan, report, check, verify)
 for _file in _FILES:
     app.add_typer(_file.commands)
@@ -74,8 +86,9 @@ def run() -> int:
 
 def main() -> NoReturn:
     """Run the command line and end the process."""
+    drop_unwritable("stderr", *(("stdout",) if sys.argv[1:2] and sys.argv[1] in _ON_DISK else ()))
     code = run()
-    end_within(code)
+    end_within(code, PATIENCE if code != Requeue.exit_code else SAVED)
     if has_process_groups():
         leave(code)
     # Python's last garbage collection visits all objects of torch and vLLM, which takes seconds.

@@ -1,13 +1,19 @@
-"""Parts of messages to the user: text from outside that is safe to print, and hints for misspelled names."""
+"""Messages to the user: text from outside that is safe to print, hints for misspelled names, and outputs that
+cannot be written."""
 
 from __future__ import annotations
 
 import difflib
+import io
 import logging
+import os
+import sys
 from collections.abc import Iterable
-from typing import Any
+from contextlib import suppress
+from typing import Any, Literal
 
 MAX_LINE = 200  # characters of foreign text in one line
+OUTPUTS = {"stdout": 1, "stderr": 2}
 
 
 def printable(text: Any) -> str:
@@ -42,3 +48,34 @@ def did_you_mean(name: str, known: Iterable[str], shown: str = "{}") -> str:
     """
     near = difflib.get_close_matches(name, list(known), 1)
     return f"did you mean {shown.replace('{}', near[0])}?" if near else ""
+
+
+class Droppable(io.FileIO):
+    """A file or pipe that drops what it cannot write, because its reader has ended or its disk is full."""
+
+    def write(self, data: Any) -> int:
+        with suppress(OSError):
+            return super().write(data) or memoryview(data).nbytes  # None: a pipe that must not wait is full
+        return memoryview(data).nbytes
+
+
+def drop_unwritable(*names: Literal["stdout", "stderr"]) -> None:
+    """Replace outputs of this process by ones that raise no error. Call it before anything has printed.
+
+    print, logging, warnings and progress bars write to sys.stdout and sys.stderr, and would end the run.
+    Characters that the encoding lacks are written as escapes.
+    """
+    for name in names:
+        stream, number = getattr(sys, name), OUTPUTS[name]
+        if stream is None:  # closed: the next file that is opened would be this output of the C libraries
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        raw = Droppable(number, "w", closefd=False)
+        unbuffered = getattr(stream, "write_through", False)
+        new = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[type-var]
+            encoding=getattr(stream, "encoding", "utf-8"),
+            errors="backslashreplace",
+            line_buffering=getattr(stream, "line_buffering", True),
+            write_through=unbuffered,
+        )
+        setattr(sys, name, new)

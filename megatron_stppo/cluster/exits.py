@@ -21,17 +21,21 @@ from megatron_stppo.base.files import replacing
 CANNOT_WRITE = 120
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the limit of a file's size
 PATIENCE = 75.0  # seconds that a process gets to end; a save in progress gets 60, and deadlines.END is 90
+SAVED = 3.0  # the same after Requeue, when no save is in progress: SIGKILL follows 30 s after SIGTERM
 
 
 @contextmanager
 def naming_a_full_disk(folder: Path) -> Iterator[None]:
-    """Turn the error of a full disk into CannotRecord. folder: that in which the block writes."""
+    """Turn the error of a full disk into CannotRecord. folder: that in which the block writes, for an error
+    that names no file."""
     try:
         yield
     except OSError as error:
         if error.errno not in FULL:
             raise
-        raise CannotRecord(folder, error) from error
+        raise CannotRecord(
+            Path(error.filename) if isinstance(error.filename, str) else folder, error
+        ) from error
 
 
 def say(error: Exception) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import threading
 import time
@@ -17,8 +16,6 @@ from megatron_stppo.base.errors import ConfigError
 OF_A_SCHEDULER = (signal.SIGUSR1, signal.SIGTERM)
 OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and a closed terminal
 SIGNALS = OF_A_SCHEDULER + OF_A_TERMINAL
-OUTPUTS = (1, 2)
-DYING = 0.2  # seconds that a `| tee` takes to end after the same Ctrl-C
 END = "SLURM_JOB_END_TIME"
 
 
@@ -90,13 +87,11 @@ class PreemptionNotice:
         if number == signal.SIGINT:  # a second signal ends the process at once
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if number in OF_A_TERMINAL:
-            _drop_dead_outputs()
         if os.environ.get("RANK", "0") == "0":
             then = "; a second Ctrl-C ends the run at once" if number == signal.SIGINT else ""
             text = f"megatron-stppo: {self.reason}: {self._then}{then}\n"
             with suppress(OSError):  # the disk of stderr is full, or its pipe has no reader
-                os.write(OUTPUTS[1], text.encode())  # not print(): the signal may have interrupted one
+                os.write(2, text.encode())  # not print(): the signal may have interrupted one
 
 
 @contextmanager
@@ -118,23 +113,6 @@ def ends_at_sigterm() -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) != signal.SIG_DFL:  # else after a first Ctrl-C
             signal.signal(signal.SIGTERM, handler)
-
-
-def _drop_dead_outputs() -> None:
-    """Redirect stdout and stderr to /dev/null if their terminal is closed or their pipe has no reader.
-
-    Otherwise the next print would raise an error, and end the run.
-    """
-    time.sleep(DYING)
-    outputs = select.poll()
-    for output in OUTPUTS:
-        outputs.register(output, 0)  # errors are always reported
-    dead = outputs.poll(0)
-    if dead:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for output, _ in dead:
-            os.dup2(nowhere, output)
-        os.close(nowhere)
 
 
 def _end_of_allocation() -> float | None:

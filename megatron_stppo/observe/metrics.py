@@ -1,8 +1,9 @@
-"""The metrics of a run: metrics.jsonl, tensorboard/, the time per phase, and progress bars."""
+"""The metrics of a run: metrics.jsonl, the time per phase, and progress bars."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import resource
 import time
@@ -16,13 +17,14 @@ import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch.profiler import record_function
-from torch.utils.tensorboard import SummaryWriter
 
+from megatron_stppo.base.printing import one_line
 from megatron_stppo.cluster.deadlines import OTHER
-from megatron_stppo.observe.reporters import Reporter
+from megatron_stppo.observe.reporters import Reporter, TensorBoard
 from megatron_stppo.observe.rows import truncate
 
 Item = TypeVar("Item")
+log = logging.getLogger(__name__)
 QUIET_SECONDS = 5.0  # between the plain lines that replace a progress bar
 
 
@@ -47,11 +49,12 @@ class Metrics:
     ) -> None:
         """Open the files. Delete the rows after iteration `resumed_at`, if it is 0 all rows.
 
-        `reporters` get every row too. `nvtx`: make each phase an NVTX range of that name.
+        TensorBoard and `reporters` get every row too; if one fails, its rows are dropped. `nvtx`: make each
+        phase an NVTX range of that name.
         """
-        self._reporters, self._nvtx = reporters, nvtx
+        self._reporters, self._nvtx = list(reporters), nvtx
+        self._failed: set[Reporter] = set()
         self._file: TextIO | None = None
-        self._board: SummaryWriter | None = None
         self._phase = OTHER
         self._since = time.perf_counter()
         self._seconds: dict[str, float] = defaultdict(float)
@@ -61,8 +64,7 @@ class Metrics:
             last = resumed_at or -1  # iteration 0 has a row if the run evaluates, and is repeated too
             truncate(path, last)
             self._file = path.open("a", encoding="utf-8")
-            # purge_step hides the points that earlier attempts have written from there on
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1)
+            self._reporters.append(TensorBoard(folder / "tensorboard", purge_step=last + 1))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -85,23 +87,31 @@ class Metrics:
         row = {"iteration": iteration, **values, **self._times()}
         self._seconds.clear()
         row = {name: _json_number(value) for name, value in row.items()}
-        if self._file is not None and self._board is not None:
+        if self._file is not None:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
-            for name, value in row.items():
-                if isinstance(value, int | float) and name != "iteration":
-                    self._board.add_scalar(name, value, iteration)
-            self._board.flush()
         for reporter in self._reporters:
-            reporter.write(row)
+            with self._surviving(reporter):
+                reporter.write(row)
         return row
 
     def close(self) -> None:
-        if self._file is not None and self._board is not None:
+        if self._file is not None:
             self._file.close()
-            self._board.close()
         for reporter in self._reporters:
-            reporter.close()
+            with self._surviving(reporter):
+                reporter.close()
+
+    @contextmanager
+    def _surviving(self, reporter: Reporter) -> Iterator[None]:
+        """Context for calls of a reporter. The first that fails is a warning, the others are ignored."""
+        try:
+            yield
+        except Exception as error:
+            if reporter not in self._failed:
+                what, why = type(reporter).__name__, f"{type(error).__name__}: {one_line(str(error))}"
+                log.warning("%s has failed (%s); rows that it drops are in metrics.jsonl", what, why)
+            self._failed.add(reporter)
 
     def _switch(self, phase: str) -> None:
         now = time.perf_counter()

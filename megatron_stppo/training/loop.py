@@ -129,7 +129,7 @@ class _Training:
         run, rank, preset = config.run, process.rank(), config.algorithm.preset
         reporting: list[Reporter] = [console.RowLines(preset, run.iterations)] if rank == 0 else []
         if rank == 0 and config.telemetry.wandb_project is not None:
-            reporting.append(WeightsAndBiases(config))
+            reporting.append(WeightsAndBiases(config, resume))
         held = playable(config, "evaluate", shown=rank == 0) if run.evaluate_every else None
         own = Own.of(config)
         rollouts = assemble(config, resume)

@@ -19,7 +19,9 @@ from megatron_stppo.config import ConfigError
 # A replacement for a training that prints its progress.
 PRINTS = """
 import pathlib, sys, time
+from megatron_stppo.base.printing import drop_unwritable
 from megatron_stppo.cluster.preemption import PreemptionNotice
+drop_unwritable("stdout", "stderr")
 notice = PreemptionNotice(margin=0)
 print("ready", flush=True)
 while not notice.due(bool):
