@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -212,3 +214,42 @@ def test_output_is_shown_and_kept(
 ) -> None:
     status = driver.forward((sys.executable, "-c", "print('hello')"), tmp_path / "x.log", os.environ)
     assert (status, capfd.readouterr().out, (tmp_path / "x.log").read_text()) == (0, "hello\n", "hello\n")
+
+
+STOPPED = """
+import signal, sys, time
+def save(number, frame):
+    print(f"saving after {signal.Signals(number).name}", flush=True)
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(85)
+for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    signal.signal(number, save)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_is_passed_on_and_the_checkpoint_is_awaited_also_without_a_reader(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    code = f"""
+import os, sys, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.path.insert(0, {str(QUICKSTART)!r})
+from pathlib import Path
+import stages
+from megatron_stppo.base.printing import drop_unwritable
+drop_unwritable("stdout")
+sys.exit(stages.forward((sys.executable, "-c", {STOPPED!r}), Path("x.log"), os.environ))
+"""
+    command = (sys.executable, "-c", code)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        process.stdout.close()
+        process.send_signal(number)
+        assert process.wait(60) == 85
+    log = (tmp_path / "x.log").read_text(encoding="utf-8")
+    assert log == f"ready\nsaving after {number.name}\nsaved\n"

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from stages import forward
 
+from megatron_stppo.base.printing import drop_unwritable
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
 from megatron_stppo.observe import rows
@@ -257,4 +258,5 @@ def show(summary: dict[str, Any], folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    drop_unwritable("stdout", "stderr")
     sys.exit(main())

@@ -52,6 +52,13 @@ class EngineLost(Requeue):
     """
 
 
+class Abandoned(Requeue):
+    """The run must leave, and has abandoned the episodes of an evaluation.
+
+    All ranks raise the same error. The evaluation counts as skipped.
+    """
+
+
 class TooManyFailures(Ending, RuntimeError):
     """More episodes failed than environment.max_failure_rate allows.
 

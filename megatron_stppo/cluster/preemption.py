@@ -1,22 +1,27 @@
-"""Preemption by a signal or by the end of the allocation. The loop checks for it between iterations."""
+"""Preemption by a signal or by the end of the allocation. The loop checks for it between iterations, and an
+evaluation between engine steps."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import TypeVar
 
 from megatron_stppo.base.errors import ConfigError
 
 OF_A_SCHEDULER = (signal.SIGUSR1, signal.SIGTERM)
 OF_A_TERMINAL = (signal.SIGINT, signal.SIGHUP)  # Ctrl-C, and a closed terminal
 SIGNALS = OF_A_SCHEDULER + OF_A_TERMINAL
+ENDING = (signal.SIGTERM, *OF_A_TERMINAL)
 END = "SLURM_JOB_END_TIME"
+Text = TypeVar("Text", str, bytes)
 
 
 class PreemptionNotice:
@@ -34,7 +39,9 @@ class PreemptionNotice:
 
     An iteration may be longer than the time between Slurm's signal and the end. Therefore the run also leaves
     without a signal, if what comes next, an iteration or an evaluation, would end less than `margin` seconds
-    before SLURM_JOB_END_TIME, or after it, if it takes as long as the last one.
+    before SLURM_JOB_END_TIME, or after it, if it takes as long as the last one. An evaluation in progress is
+    abandoned after any signal, because nobody knows how long it still takes, and `margin` seconds before that
+    end.
     """
 
     def __init__(
@@ -77,6 +84,12 @@ class PreemptionNotice:
                     signal.signal(number, signal.SIG_IGN)
         return leave
 
+    def now(self) -> str:
+        """Return why this rank must leave without waiting for the end of an evaluation, or ""."""
+        if self._end is not None and time.time() > self._end - self._margin:
+            self.reason = self.reason or f"{END} is near"
+        return self.reason
+
     def listen(self) -> None:
         """Install the handler of SIGUSR1 again. Call it after something may have compiled."""
         if signal.SIGUSR1 in self._signals:
@@ -92,6 +105,37 @@ class PreemptionNotice:
             text = f"megatron-stppo: {self.reason}: {self._then}{then}\n"
             with suppress(OSError):  # the disk of stderr is full, or its pipe has no reader
                 os.write(2, text.encode())  # not print(): the signal may have interrupted one
+
+
+@contextmanager
+def passed_on(
+    start: Callable[[], subprocess.Popen[Text]], signals: Sequence[signal.Signals] = ENDING
+) -> Iterator[subprocess.Popen[Text]]:
+    """Start a process, and pass on to it `signals` to this one, which would end before its checkpoint.
+
+    Signals that this process ignores or handles itself are not passed on. In the block, read the output of
+    the process: it goes on until its checkpoint is written. start: give it a session of its own, so that it
+    gets a Ctrl-C once.
+    """
+    started, early = list[subprocess.Popen[Text]](), list[int]()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        early.append(number)
+        for process in started:
+            process.send_signal(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    unhandled = (signal.SIG_DFL, signal.default_int_handler)
+    before = {n: signal.signal(n, pass_on) for n in signals if is_main and signal.getsignal(n) in unhandled}
+    try:
+        with start() as process:
+            started.append(process)
+            for number in early[:]:  # while it was started
+                process.send_signal(number)
+            yield process
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

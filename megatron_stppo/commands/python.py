@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron_stppo.cluster.preemption import passed_on
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
 
@@ -142,9 +144,11 @@ def _forward(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run a process, print its lines to sys.stdout, and return its exit status.
 
     A notebook shows what Python prints, not what a child process prints. The process has a session of its
-    own, and gets an interrupt once, wherever it came from.
+    own, and gets an interrupt once, wherever it came from. SIGTERM and SIGHUP are passed on to it, unless the
+    program handles them.
     """
-    with subprocess.Popen(
+    start = partial(
+        subprocess.Popen[str],
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -154,7 +158,8 @@ def _forward(command: Sequence[str], environment: dict[str, str]) -> int:
         text=True,
         encoding="utf-8",
         errors="replace",
-    ) as process:
+    )
+    with passed_on(start, (signal.SIGTERM, signal.SIGHUP)) as process:
         assert process.stdout is not None
         interrupted = False
         while True:

@@ -211,7 +211,7 @@ def start_training(settings: Config, resume: bool = False) -> None:
 
     # before the imports, which take long: without a handler SIGUSR1 would end the process
     notice = PreemptionNotice(settings.run.end_margin)
-    assemble = import_assembly(settings, lambda: notice.reason)
+    assemble = import_assembly(settings, notice.now)
     from megatron_stppo.cluster.deadlines import Watchdog
     from megatron_stppo.training import loop
 
@@ -231,7 +231,7 @@ def import_assembly(settings: Config, notice: Callable[[], str] = lambda: "") ->
         if settings.serving.replicas is None:
             from megatron_stppo.training.colocated import assemble as colocated
 
-            return colocated
+            return partial(colocated, notice=notice)
         from megatron_stppo.replicas.trainer.start import assemble
 
         return partial(assemble, notice=notice)

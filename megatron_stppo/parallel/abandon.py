@@ -1,4 +1,4 @@
-"""Call a function that may wait for a process that has died, and give it up if the death is found elsewhere.
+"""Give up what ranks wait for, because of what only one of them knows.
 
 A collective does not always raise when a peer dies. Gloo (torch 2.13) loses the error of a send that waits
 for its receiver, if the connection breaks as the event thread begins to write: in 3 of 12 syncs of weights
@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 Result = TypeVar("Result")
 POLL = 0.1  # seconds between two calls of reason()
+ASKS = 1.0  # seconds between two questions to the store
+KEY = "reason"  # in the store
 GRACE = 1.0  # seconds that a function gets to end after it was released
 
 
@@ -59,3 +63,23 @@ def call_unless(
     if errors:
         raise errors.pop()
     return results.pop()
+
+
+def on_any_rank(own: Callable[[], str]) -> Callable[[], str]:
+    """Return a function that returns own(), or a text soon after it has found a reason on another rank.
+
+    It asks the store of the default group, so it is no collective: engines of an evaluation, which do not
+    advance together, can call it.
+    """
+    store, asked, found = dist.distributed_c10d._get_default_store(), -ASKS, ""
+
+    def reason() -> str:
+        nonlocal asked, found
+        if not found and (found := own()):
+            store.set(KEY, found)
+        elif not found and time.monotonic() - asked > ASKS:
+            asked = time.monotonic()
+            found = "another rank received notice" if store.check([KEY]) else ""
+        return found
+
+    return reason

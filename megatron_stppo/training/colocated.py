@@ -23,6 +23,7 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.console import timed
+from megatron_stppo.parallel.abandon import on_any_rank
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.episodes.failures import FailureLimit
@@ -55,6 +56,7 @@ class Worker:
     restarts: Restarts
     failures: FailureLimit
     cursor: TaskCursor | None  # over data.train; None if none of it is played
+    stop: Callable[[], str]  # returns why any rank must leave, or ""; see `play`
 
     def __post_init__(self) -> None:
         self._position = self.cursor.state() if self.cursor is not None else {}
@@ -136,9 +138,9 @@ class Worker:
         The episodes are divided over the engine replicas. If vLLM fails, a new engine plays all episodes
         again and generates the same tokens, because the seeds are the same.
         Raises DoNotRestart or EngineFailure if a new engine would not help, EngineLost if it needs a new
-        process (see Restarts), and TooManyFailures.
+        process (see Restarts), and TooManyFailures. Raises Abandoned if the run must leave.
         """
-        played = self._played(tasks, samples, settings, seed, progress)
+        played = self._played(tasks, samples, settings, seed, progress, stop=self.stop)
         self.failures.check(played.every, played.own)
         return played
 
@@ -150,12 +152,13 @@ class Worker:
         seed: int,
         progress: Progress | None = None,
         first_group: int = 0,
+        stop: Callable[[], str] | None = None,
     ) -> Played:
         """Play as `play` does, without a limit on the failures. first_group: the number of the first group,
         which with the seed decides the random numbers."""
         while True:
             try:
-                played = self._play(tasks, samples, settings, seed, progress, first_group)
+                played = self._play(tasks, samples, settings, seed, progress, first_group, stop)
                 self.restarts.passed()
                 return played
             except EngineFailure as failure:
@@ -183,6 +186,7 @@ class Worker:
         seed: int,
         progress: Progress | None,
         first_group: int,
+        stop: Callable[[], str] | None,
     ) -> Played:
         engine, numbered = self.engine, enumerate(tasks, first_group)
         everything = [(task, group) for group, task in numbered for _ in range(samples)]
@@ -200,6 +204,7 @@ class Worker:
             progress,
             first_index=first_group * samples + first,
             groups=[group for _, group in mine],
+            stop=stop,
         )
         # all ranks of a replica have its trajectories; each keeps an equal part
         ranks = dist.get_world_size() // engine.replicas
@@ -214,12 +219,13 @@ def assemble(
     training: bool = True,
     draws: bool = True,
     begun: tuple[MeshRank, Callable[[], AnyEnvironment]] | None = None,
+    notice: Callable[[], str] = lambda: "",
 ) -> Worker:
     """Build and return the worker of this rank. Collective.
 
     training: False leaves optimizers, critic and reference out. draws: False leaves the tasks of data.train
     out, which only `draw` plays. resume: wait for unreachable tools. begun: the place of this rank and what
-    open_environment has returned, if it has both already.
+    open_environment has returned, if it has both already. notice: returns why the run must end soon, or "".
     Raises ConfigError, before anything large is built, if the configuration does not fit the model or the
     world size, or if a tool is unreachable without `resume`. Raises ToolsStayAway if tools stay unreachable
     with `resume`.
@@ -244,6 +250,7 @@ def assemble(
         restarts=Restarts(config.rollout.engine_restarts, in_process=not torch.cuda.is_available()),
         failures=FailureLimit(config.environment.max_failure_rate),
         cursor=TaskCursor(train, config.run.seed) if train else None,
+        stop=on_any_rank(notice),
     )
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_stppo.base.errors import EngineLost, Requeue, ToolsStayAway, TooManyFailures
+from megatron_stppo.base.errors import Abandoned, EngineLost, Requeue, ToolsStayAway, TooManyFailures
 from megatron_stppo.checkpoint import saving
 from megatron_stppo.checkpoint.step_folder import OWED
 from megatron_stppo.cluster.deadlines import Watchdog
@@ -89,7 +89,7 @@ def train(
         # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"), training.leaving(done, row):
             rollouts.publish(version=done)
-        # evaluate: episodes of held-out tasks, unless the run must leave, because they may take too long
+        # evaluate: episodes of held-out tasks, until the run must leave, because they may take too long
         evaluates = bool(run.evaluate_every) and (done % run.evaluate_every == 0 or done == run.iterations)
         leave = notice.due(any_rank, begins="evaluation" if evaluates else "iteration")
         console.say(SKIPPED.format(done, notice.reason), learner.mesh.rank == 0 and evaluates and leave)
@@ -156,16 +156,32 @@ class _Training:
         return self.observer.profiled(progress(left, config.algorithm.preset, shown, every=None))
 
     def begin(self) -> None:
-        """Evaluate a new run, and a resumed one whose last evaluation failed. Collective."""
-        if self.held is not None and (self.first == 0 or self.owed is not None):
-            row = self.owed or {}
-            self.observer.log(self.first, row | self.evaluate(self.first, self.owed))
+        """Evaluate a new run, and a resumed one whose last evaluation failed. Collective.
 
-    def evaluate(self, done: int, row: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the metrics of held-out tasks. Arguments as in `leaving`. Collective.
-
-        If it fails, the checkpoint says so, and a resumed run evaluates first: it must not hide the failure.
+        Raises Abandoned if the run must leave: nothing is trained yet, and the next attempt evaluates again.
         """
+        if self.held is None or (self.first and self.owed is None):
+            return
+        try:
+            self.observer.log(self.first, (self.owed or {}) | self._evaluate(self.first, self.owed))
+        except Abandoned as reason:
+            self.finish()
+            again = f"step_{self.first} is evaluated first with --resume"
+            raise Abandoned(f"nothing was trained, and {again}: {reason}") from None
+
+    def evaluate(self, done: int, row: dict[str, Any]) -> dict[str, Any]:
+        """Return the metrics of held-out tasks, none if the run must leave. Collective.
+
+        Arguments as in `leaving`. If it fails, the checkpoint says so, and a resumed run evaluates
+        first: it must not hide the failure.
+        """
+        try:
+            return self._evaluate(done, row)
+        except Abandoned as reason:
+            console.say(SKIPPED.format(done, reason), self.rollouts.learner.mesh.rank == 0)
+            return {}
+
+    def _evaluate(self, done: int, row: dict[str, Any] | None) -> dict[str, Any]:
         with self.observer.phase("evaluate"), self.leaving(done, row, evaluates=True):
             assert self.held is not None, "evaluations are due only with run.evaluate_every"
             return held_out(self.rollouts, self.held)

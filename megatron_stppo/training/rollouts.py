@@ -41,7 +41,10 @@ class Rollouts(Protocol):
         seed: int,
         progress: Progress | None = None,
     ) -> Played:
-        """Play `samples` episodes of each task with the published version, and return their trajectories."""
+        """Play `samples` episodes of each task with the published version, and return their trajectories.
+
+        Raises Abandoned soon after any rank has received notice.
+        """
 
     def load_for(self, phase: Phase) -> None:
         """Load what the phase needs into the device's memory."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron_stppo.base.errors import ConfigError, DoNotRestart, Requeue
+from megatron_stppo.cluster.preemption import SIGNALS
 from megatron_stppo.config.file import load
 from megatron_stppo.evidence.compare import results
 from megatron_stppo.evidence.compare.grid import Cell, Grid
@@ -58,14 +59,15 @@ class Runner:
     def work(self) -> bool:
         """Run all cells that have no result; return whether every cell has one.
 
-        At SIGINT, SIGTERM or SIGUSR1 the runs write a checkpoint and end; the next call resumes them.
+        At SIGINT, SIGTERM, SIGUSR1 or SIGHUP the runs write a checkpoint and end; the next call resumes them.
         """
         waiting, signals = [cell for cell in self._grid.cells() if cell not in self._found], list[int]()
         say(f"{self._done}; {self._jobs} at a time, {self._device}")
         # Recorded, not raised: an exception between the start of a process and its entry in the list would
         # lose the process.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda n, _: signals.append(n))
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda n, _: signals.append(n))
         while (waiting or self._running) and not signals:
             self._reap()
             while waiting and len(self._running) < self._jobs:
@@ -140,7 +142,7 @@ class Runner:
 
     def _leave(self) -> None:
         for one in self._running:
-            one.process.send_signal(signal.SIGUSR1)
+            one.process.send_signal(signal.SIGTERM)  # SIGUSR1 would end torchrun and leave its ranks
         until = time.monotonic() + PATIENCE
         while self._running:
             for one in self._running if time.monotonic() > until else ():

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from megatron_stppo.base.errors import EngineLost
+from megatron_stppo.base.errors import Abandoned, EngineLost
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.trainer.crew import Crew
@@ -97,12 +97,16 @@ class Hub:
             self._told = why
 
     def wait(
-        self, result: Callable[[], T | None], patience: float = math.inf, version: int = -1
+        self,
+        result: Callable[[], T | None],
+        patience: float = math.inf,
+        version: int = -1,
+        abandons: bool = False,
     ) -> T | Receive | None:
         """Wait until result() is not None, and return it; or what the trainer must send.
 
         Return None after `patience` seconds without any replica that serves. version: of the trainer's
-        present weights.
+        present weights. abandons: return None with replicas too, and raise Abandoned if the run must end.
         Raises ConfigError and ToolsStayAway if a replica reports them. Raises EngineLost if there is no
         replica and none comes, or if the run must end soon and no replica serves: a signal to all programs of
         a run ends its replicas at once, so that the iteration cannot be completed.
@@ -116,9 +120,12 @@ class Hub:
                     return message
                 if (found := result()) is not None:
                     return found
-                if (why := self._why_end()) and not self._crew.joined:
+                why = self._why_end()
+                if why and abandons:
+                    raise Abandoned(why)
+                if why and not self._crew.joined:
                     raise EngineLost(f"{why}, and no replica serves any more")
-                if not self._crew.joined and time.monotonic() > asks:
+                if (abandons or not self._crew.joined) and time.monotonic() > asks:
                     return None
                 self._changed.wait()  # the thread notifies every TICK
 

@@ -17,7 +17,7 @@ import msgspec
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from megatron_stppo.base.errors import EngineLost, ToolsStayAway, TooManyFailures
+from megatron_stppo.base.errors import Abandoned, EngineLost, ToolsStayAway, TooManyFailures
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Summary, Task
 from megatron_stppo.cluster.launch import process
@@ -54,10 +54,11 @@ class Step(msgspec.Struct, frozen=True):
     closed: tuple[str, ...] = ()  # routes to replicas that are lost: close their links
 
 
-# `wait` returns after ASKS seconds without a replica that serves: then the first rank asks the others whether
-# the run must end. A rank that waits for its decision handles no signal, and cannot tell by itself.
+# `wait` returns after ASKS seconds without a replica that serves, or in an evaluation: then the first rank
+# asks the others whether the run must end. A rank that waits for its decision handles no signal, and cannot
+# tell by itself.
 RECORDS = 10.0  # seconds that a checkpoint waits for the records of episodes in progress, at most
-RAISED = {error.__name__: error for error in (ConfigError, ToolsStayAway, EngineLost)}
+RAISED = {error.__name__: error for error in (ConfigError, ToolsStayAway, EngineLost, Abandoned)}
 
 
 class Served:
@@ -139,7 +140,7 @@ class Served:
     ) -> Played:
         """Play the episodes of an evaluation. No replica is updated before they have ended.
 
-        progress: not reported.
+        progress: not reported. Raises Abandoned.
         """
         count = len(tasks) * samples
         numbers = [-self._evaluated - i for i in range(1, count + 1)]
@@ -151,7 +152,7 @@ class Served:
                 )
                 for i, number in enumerate(numbers)
             )
-        played = Played.of(self._until(lambda hub: hub.results(numbers)) or [])
+        played = Played.of(self._until(lambda hub: hub.results(numbers), abandons=True) or [])
         self._failures.check(played.every, played.own)
         return played
 
@@ -209,12 +210,15 @@ class Served:
         if self._hub is not None:
             self._meter.start(self._hub.counters())
 
-    def _until(self, result: Callable[[Hub], T | None]) -> T | None:
-        """Return result(hub) as soon as it is not None; None on other ranks. Replicas may join meanwhile."""
+    def _until(self, result: Callable[[Hub], T | None], abandons: bool = False) -> T | None:
+        """Return result(hub) as soon as it is not None; None on other ranks. Replicas may join meanwhile.
+
+        abandons: raise Abandoned as soon as any rank has received notice.
+        """
         found: list[T] = []
 
         def decide(hub: Hub) -> Step:
-            if (answer := hub.wait(lambda: result(hub), ASKS, self._version)) is None:
+            if (answer := hub.wait(lambda: result(hub), ASKS, self._version, abandons)) is None:
                 return Step("ask")
             if isinstance(answer, Receive):
                 return Step("send", answer)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_stppo.base.errors import Ending, ToolsStayAway
+from megatron_stppo.base.errors import Abandoned, Ending, ToolsStayAway
 from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.base import AnyEnvironment, ToolAway
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 # Seconds that a failed rank waits for the others of its engine, after those for which environments may close.
 # The others are in the same step, or wait for it.
 ALONE = 60.0
+ROUND = 0.5  # seconds after which ranks that wait for environments look whether they must abandon them
 Progress = Callable[[int, int], None]  # (episodes ended, all episodes); called on the group's first rank
 
 
@@ -68,13 +69,15 @@ def collect(
     *,
     first_index: int = 0,
     groups: Sequence[int] | None = None,
+    stop: Callable[[], str] | None = None,
 ) -> list[Trajectory]:
     """Play one episode per task. Return the trajectories in task order. Collective over all ranks.
 
     The result is equal on all ranks of the engine group. Every replica passes its own tasks; `first_index` is
     the number of its first task among the tasks of all replicas. Random numbers depend only on (seed, number
     of the task, turn), not on how tasks are distributed. `groups`: one number per task for Trajectory.group;
-    default: the number of the task.
+    default: the number of the task. stop: returns why the episodes must be abandoned, or "", on all ranks if
+    on one; soon after that, all ranks raise Abandoned.
 
     All ranks raise if any rank failed: EngineFailure if all failures are engine failures, ToolsStayAway if
     all failures are tools that do not answer. Otherwise, a rank with another failure raises its own exception
@@ -101,7 +104,7 @@ def collect(
     trouble: Exception | None = None
     try:
         try:
-            _play(engine, started, make_environment, settings, group, progress)
+            _play(engine, started, make_environment, settings, group, progress, stop)
         finally:
             engine.abort_all()
     except Exception as error:  # raised again below, after all replicas have exchanged their reports
@@ -182,6 +185,7 @@ class _Report:
     place: str = ""  # EngineFailure.place
     misuse: str = ""  # the message of a ConfigError
     away: str = ""  # why the rollout stopped waiting for tools
+    abandoned: str = ""  # why the run must leave
 
 
 def _report(trouble: BaseException | None) -> _Report | None:
@@ -192,6 +196,7 @@ def _report(trouble: BaseException | None) -> _Report | None:
         place=trouble.place if isinstance(trouble, EngineFailure) else "",
         misuse=str(trouble) if isinstance(trouble, ConfigError) else "",
         away=str(trouble) if isinstance(trouble, ToolsStayAway) else "",
+        abandoned=str(trouble) if isinstance(trouble, Abandoned) else "",
     )
 
 
@@ -200,6 +205,9 @@ def _combined(trouble: BaseException | None, reports: dict[int, _Report]) -> Bas
     failed = list(reports.values())
     if misuse := next((report.misuse for report in failed if report.misuse), ""):
         return ConfigError(misuse)
+    if abandoned := next((report.abandoned for report in failed if report.abandoned), ""):
+        if all(report.abandoned or report.away or report.place for report in failed):
+            return Abandoned(abandoned)  # the run leaves anyway, with a checkpoint
     if all(report.away for report in failed):
         return ToolsStayAway(failed[0].away)
     said = by_rank({rank: report.trouble for rank, report in reports.items()})
@@ -218,6 +226,7 @@ def _play(
     settings: RolloutSettings,
     group: dist.ProcessGroup | None,
     progress: Progress | None,
+    stop: Callable[[], str] | None,
 ) -> None:
     """Play the episodes to their ends, with environments on the first rank of the group."""
     host: EnvironmentHost | None = None
@@ -232,7 +241,8 @@ def _play(
         while player.asked or player.runs:
             # an engine without requests waits for at least one answer
             wait_for = int(not player.runs) if settings.overlap_tools else len(player.asked)
-            gone = player.apply(answers_of(host, wait_for, group)) if player.asked else []
+            heard = answers_of(host, wait_for, group, stop) if player.asked or stop else ()
+            gone = player.apply(heard)
             for _ in gone + player.step():
                 ended += 1
                 if host and progress:
@@ -246,26 +256,43 @@ class _News:
     answers: tuple[Answer, ...] = ()
     trouble: str = ""
     away: str = ""  # why the rollout stopped waiting for tools
+    abandoned: str = ""  # why the run must leave
+    waits: bool = False  # the answers are not there yet
 
 
 def answers_of(
-    host: EnvironmentHost | None, wait_for: int, group: dist.ProcessGroup | None
+    host: EnvironmentHost | None,
+    wait_for: int,
+    group: dist.ProcessGroup | None,
+    stop: Callable[[], str] | None = None,
 ) -> tuple[Answer, ...]:
     """Return at least `wait_for` answers of environments, equal on every rank. Collective over `group`.
 
-    host: on the first rank of the group, elsewhere None. All ranks raise what EnvironmentHost.take raises.
+    host: on the first rank of the group, elsewhere None. stop: see `collect`. All ranks raise what
+    EnvironmentHost.take raises, and Abandoned.
     """
-    news = _News()
-    if host is not None:
-        try:
-            news = _News(tuple(host.take(wait_for)))
-        except RolloutError as error:  # sent to the other ranks before this rank raises
-            news = _News(trouble=str(error))
-        except ToolsStayAway as error:
-            news = _News(away=str(error))
-    news = broadcast_record(news, _News, 0, group)
-    if news.trouble:
-        raise RolloutError(news.trouble)
-    if news.away:
-        raise ToolsStayAway(news.away)
-    return news.answers
+    while True:
+        # also called on the other ranks, which have handled their signals since the last broadcast
+        why = stop() if stop else ""
+        news = _News(abandoned=why) if why else _News() if host is None else _take(host, wait_for, bool(stop))
+        news = broadcast_record(news, _News, 0, group)
+        if news.trouble:
+            raise RolloutError(news.trouble)
+        if news.away:
+            raise ToolsStayAway(news.away)
+        if news.abandoned:
+            raise Abandoned(news.abandoned)
+        if not news.waits:
+            return news.answers
+
+
+def _take(host: EnvironmentHost, wait_for: int, in_rounds: bool) -> _News:
+    """Return the answers, or why there are none: the other ranks get it before this rank raises."""
+    try:
+        if in_rounds and not host.wait(wait_for, ROUND):
+            return _News(waits=True)
+        return _News(tuple(host.take(wait_for)))
+    except RolloutError as error:
+        return _News(trouble=str(error))
+    except ToolsStayAway as error:
+        return _News(away=str(error))

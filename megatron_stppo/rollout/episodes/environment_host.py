@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -22,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 
-from megatron_stppo.base.errors import ToolsStayAway
+from megatron_stppo.base.errors import Abandoned, ToolsStayAway
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Message, Outcome, Task
 from megatron_stppo.environments import contract
@@ -41,6 +42,7 @@ from megatron_stppo.rollout.vllm.generation import RolloutError
 log = logging.getLogger(__name__)
 GLANCE = 0.1  # seconds after which a delayed event loop's coroutines are looked up
 BEAT = 0.5  # seconds between signs of life of the event loop
+CLOSING = 2.0  # seconds that environments get to close if their episodes are abandoned
 PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
 
 
@@ -62,7 +64,8 @@ class Answer:
 class EnvironmentHost:
     """The thread that runs environments. Use it as a context manager.
 
-    On exit it cancels running calls, closes all environments and ends the thread.
+    On exit it cancels running calls, closes all environments and ends the thread. After Abandoned it does not
+    wait for environments that are slow to close.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class EnvironmentHost:
         self._lines = lines or FailureLines(log)
         self._environments: dict[int, AnyEnvironment] = {}
         self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
+        self._taken: list[tuple[int, Answer]] = []  # by `wait`
         self._submitted = 0
         self._calls: set[asyncio.Task[None]] = set()
         self._ready = threading.Event()
@@ -97,11 +101,13 @@ class EnvironmentHost:
         self._ready.wait()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(max(0.0, self._beat + self._deadline + PATIENCE - time.monotonic()))
+        left = max(0.0, self._beat + self._deadline + PATIENCE - time.monotonic())
+        self._thread.join(min(left, CLOSING) if kind is Abandoned else left)
         if self._thread.is_alive():
-            log.error("an environment blocks the event loop%s; its thread is abandoned", self._where())
+            what = "do not close in time" if kind is Abandoned else "block the event loop"
+            log.error("environments %s%s; their thread is abandoned", what, self._where())
 
     def reset(self, index: int, task: Task, seed: int) -> None:
         """Make the environment of episode `index` and reset it, in the background; see `take`."""
@@ -136,12 +142,21 @@ class EnvironmentHost:
         RolloutError if an environment blocks the event loop (a call that neither awaits nor returns), and
         ToolsStayAway if tools did not answer in time.
         """
-        answers: list[tuple[int, Answer]] = []
-        while len(answers) < wait_for or not self._answers.empty():
+        self.wait(wait_for)
+        taken, self._taken = self._taken, []
+        return [answer for _, answer in sorted(taken, key=itemgetter(0))]
+
+    def wait(self, wait_for: int, patience: float = math.inf) -> bool:
+        """Wait up to `patience` seconds for answers. Return whether `take` need not wait. Raises what it
+        raises."""
+        ends = time.monotonic() + patience
+        while len(self._taken) < wait_for or not self._answers.empty():
             with suppress(queue.Empty):
-                answers.append(self._answers.get(timeout=BEAT))
+                self._taken.append(self._answers.get(timeout=BEAT))
             self.check()  # an episode that a missing tool ended is among the answers
-        return [answer for _, answer in sorted(answers, key=itemgetter(0))]
+            if len(self._taken) < wait_for and time.monotonic() > ends:
+                return False
+        return True
 
     def check(self) -> None:
         """Raise what `take` raises while it waits, for a caller that waits for other things too."""
