@@ -49,7 +49,7 @@ def libraries(compiler: str) -> Path:
     nvcc itself may be a wrapper elsewhere, so the toolkit's path is read from its dry run.
     """
     line = [compiler, "--dryrun", "-x", "cu", os.devnull, "-o", os.devnull]
-    said = subprocess.run(line, capture_output=True, text=True).stderr
+    said = subprocess.run(line, capture_output=True, text=True, encoding="utf-8").stderr
     top = next((x.split("TOP=")[1] for x in said.splitlines() if "TOP=" in x), "nvcc's toolkit")
     for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
         if (Path(top) / folder / "libcudart_static.a").is_file():

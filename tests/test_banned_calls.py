@@ -1,4 +1,5 @@
-"""Our code contains no calls that turn data into code, or a name into a shell command.
+"""Our code contains no calls that turn data into code, or a name into a shell command, and none whose text
+depends on the user's locale.
 
 ruff refuses most of them: see [tool.ruff.lint] in pyproject.toml. This file checks that it does, and finds
 the calls that depend on an argument, for which ruff has no rule.
@@ -22,6 +23,7 @@ OURS = ("megatron_stppo", "tools", "examples", "setup.py")
 # of the package.
 ALLOWED = {
     "megatron_stppo/__init__.py": "a computed import",
+    "megatron_stppo/agents/endpoint/environment.py": "the encoding of the locale",  # of a session, not a file
     "megatron_stppo/agents/packages/command.py": "a computed import",  # of environment.command's module
     "megatron_stppo/config/own_code.py": "a computed import",
     "megatron_stppo/environments/bfcl_tools.py": "a computed import",  # of the eight modules that it lists
@@ -32,6 +34,9 @@ ALLOWED = {
     "tools/cuda_environment/imports.py": "a computed import",
     "tools/mutate.py": "a computed import",  # of tests and of what they import
 }
+# Objects whose open() and the like are not those of files.
+NOT_TEXT = ("os", "tarfile", "lzma")
+TEXT = ("text", "universal_newlines")
 REFUSED_BY_RUFF = (
     "eval('1')",
     "exec(text)",
@@ -93,6 +98,15 @@ def test_our_own_code_has_no_banned_call() -> None:
         "AutoTokenizer.from_pretrained(path)",
         "AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
         "EngineArgs(model=path, trust_remote_code=flag)",
+        "open(path)",
+        "path.open('a')",
+        "path.read_text()",
+        "path.write_text(text)",
+        "os.fdopen(file, 'w')",
+        "subprocess.run(['ls'], text=True)",
+        "tempfile.NamedTemporaryFile('w')",
+        "logging.FileHandler(path)",
+        "locale.getpreferredencoding()",
     ],
 )
 def test_every_banned_form_is_detected(code: str) -> None:
@@ -108,6 +122,12 @@ def test_every_banned_form_is_detected(code: str) -> None:
         "importlib.import_module('wandb')",
         "AutoConfig.from_pretrained(path, trust_remote_code=False)",
         "json.load(file)",
+        "path.open('rb')",
+        "open(path, 'wb')",
+        "os.open(path, os.O_RDONLY)",
+        "tarfile.open(path)",
+        "path.read_text(encoding='utf-8')",
+        "subprocess.run(['ls'], stdout=subprocess.PIPE)",
     ],
 )
 def test_allowed_forms_are_not_reported(code: str) -> None:
@@ -140,7 +160,23 @@ def _call(node: ast.Call) -> str | None:
     for flag in ("shell", "allow_pickle", "trust_remote_code"):
         if flag in given and not _is(given[flag], False):
             return f"{flag} that may be true"
+    if "encoding" not in given and _is_text(owner, name, node.args, given):
+        return "the encoding of the locale"
     return None
+
+
+def _is_text(owner: str, name: str, positional: list[ast.expr], given: dict[str | None, ast.expr]) -> bool:
+    """Return whether a call reads or writes text, in the encoding of the locale if it names none."""
+    place = 1 if owner in ("", "os") else 0  # of the mode of a function; a method of a path has it first
+    mode = given.get("mode", positional[place] if len(positional) > place else None)
+    is_binary = isinstance(mode, ast.Constant) and "b" in str(mode.value)
+    if name in ("open", "fdopen"):
+        return not is_binary and (name == "fdopen" or owner not in NOT_TEXT)
+    if name in ("NamedTemporaryFile", "TemporaryFile"):
+        return bool(positional or mode) and not is_binary
+    if name in ("run", "Popen", "check_output"):
+        return any(not _is(given.get(flag, ast.Constant(False)), False) for flag in TEXT)
+    return name in ("read_text", "write_text", "FileHandler", "TextIOWrapper", "getpreferredencoding")
 
 
 def _name(function: ast.expr) -> tuple[str, str]:

@@ -232,7 +232,7 @@ def implementation(mode: str) -> Iterator[None]:
 
 def machine(device: str, parts: dict[str, str]) -> dict[str, Any]:
     """Return the description of the machine that is stored with the numbers."""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     fields = dict(map(str.strip, line.split(":", 1)) for line in text.splitlines() if ":" in line)
     flags = set(fields.get("flags", "").split())
     name = torch.cuda.get_device_name() if device == "cuda" else fields.get("model name", platform.machine())
@@ -265,5 +265,9 @@ def scratch_bytes(device: str) -> int:
         cache = torch.cuda.get_device_properties(0).L2_cache_size
     else:
         file = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-        cache = int(file.read_text().strip().removesuffix("K")) * 1024 if file.exists() else 64 << 20
+        cache = (
+            int(file.read_text(encoding="utf-8").strip().removesuffix("K")) * 1024
+            if file.exists()
+            else 64 << 20
+        )
     return min(max(4 * cache, 256 << 20), 1 << 30)

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, subprocess.SubprocessError) as error:
         print(f"benchmark_peers: {error}", file=sys.stderr)
         return 1
-    print(table(json.loads((output / "peers.json").read_text())))
+    print(table(json.loads((output / "peers.json").read_text(encoding="utf-8"))))
     return 0
 
 
@@ -95,7 +95,7 @@ def measure(
 ) -> None:
     """Run all cases and add their results to output/peers.json."""
     python, results = install(), output / "peers.json"
-    record = json.loads(results.read_text()) if results.exists() else {"runs": []}
+    record = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {"runs": []}
     fresh = {(case.name, side, str(start)) for case in cases for side in starts for start in starts[side]}
     kept = [r for r in record["runs"] if (r["case"], r["side"], r["start"]) not in fresh]
     record = {"machine": machine(), "versions": versions(), "date": str(date.today()), "runs": kept}
@@ -112,7 +112,7 @@ def measure(
                         found = one(python, side, folder, case, start, given.iterations, given.warm_up)
                         row = {"case": case.name, "side": side, "start": str(start), "round": number}
                         record["runs"].append(row | {"parameters": parameters} | found)
-                        results.write_text(json.dumps(record, indent=1) + "\n")
+                        results.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def one(
@@ -142,19 +142,22 @@ def model_of(folder: Path, case: Case, source: Path) -> int:
         from tools.peers import model  # imports transformers
 
         written = folder / "model"
-        count.write_text(str(model.write(written, case.size) if case.size else model.adapt(written, source)))
-    return int(count.read_text())
+        count.write_text(
+            str(model.write(written, case.size) if case.size else model.adapt(written, source)),
+            encoding="utf-8",
+        )
+    return int(count.read_text(encoding="utf-8"))
 
 
 def install() -> Path:
     """Return the Python that has TRL. Create its environment first if it does not exist."""
     python, stamp = FOLDER / "bin" / "python", FOLDER / "installed.json"
-    if not stamp.exists() or json.loads(stamp.read_text()) != PINNED:
+    if not stamp.exists() or json.loads(stamp.read_text(encoding="utf-8")) != PINNED:
         print(f"installing TRL into {FOLDER}", file=sys.stderr, flush=True)
         venv.create(FOLDER, with_pip=True)
         wanted = [f"{name}=={version}" for name, version in PINNED.items()]
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
-        stamp.write_text(json.dumps(PINNED))
+        stamp.write_text(json.dumps(PINNED), encoding="utf-8")
     return python
 
 
@@ -162,7 +165,7 @@ def machine() -> str:
     cpu = next(
         (
             x.partition(":")[2].strip()
-            for x in Path("/proc/cpuinfo").read_text().splitlines()
+            for x in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
             if "model name" in x
         ),
         platform.machine(),

@@ -62,7 +62,7 @@ def save(about: dict[str, Any], rows: Sequence[Row], path: Path) -> None:
         "rows": [asdict(row) | {"of_copy": of_copy(about, row)} for row in rows],
         "limits": limits(about, rows),
     }
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def headline(about: dict[str, Any]) -> str:

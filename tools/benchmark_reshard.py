@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.output:
             rows = [asdict(row) | {"ratio": row.ratio} for row in found]
             record = {"about": about, "rows": rows}
-            given.output.write_text(json.dumps(record, indent=1, default=str) + "\n")
+            given.output.write_text(json.dumps(record, indent=1, default=str) + "\n", encoding="utf-8")
     return 0
 
 

@@ -61,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             record |= {name: getattr(given, name) for name in settings} | {"cases": {}}
             for case in given.cases:
                 record["cases"][case] = Case(given, case, output).measured()
-                file.write_text(json.dumps(record, indent=1) + "\n")
+                file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except RuntimeError as error:
         print(f"benchmark_trees: {error}", file=sys.stderr)
         return 1
-    record = json.loads(file.read_text())
+    record = json.loads(file.read_text(encoding="utf-8"))
     print(report.tables(record))
     if given.results is not None:
-        given.results.write_text(json.dumps(report.summary(record)))
+        given.results.write_text(json.dumps(report.summary(record)), encoding="utf-8")
     return 0
 
 
@@ -187,19 +187,24 @@ class Case:
         """Run a process and return its results. Raises RuntimeError with the end of its output."""
         print(f"{self._case}: {specification.get('work', 'TRL')}", file=sys.stderr, flush=True)
         spec, result = self._output / "specification.json", self._output / "result.json"
-        spec.write_text(json.dumps(specification))
+        spec.write_text(json.dumps(specification), encoding="utf-8")
         result.unlink(missing_ok=True)
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "OMP_NUM_THREADS": str(self._given.threads), "PYTHONPATH": paths}
         if self._given.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         done = subprocess.run(
-            [*line, str(spec), str(result)], cwd=ROOT, env=environment, capture_output=True, text=True
+            [*line, str(spec), str(result)],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
         )
         if done.returncode or not result.exists():
             last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
             raise RuntimeError(f"{self._case}: exit status {done.returncode}; its last lines:\n{last}")
-        return json.loads(result.read_text())
+        return json.loads(result.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def main() -> int:
 
 def machine() -> str:
     """Return the number of cores and the processor. Example: "2 cores, AMD EPYC"."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"{os.cpu_count()} cores, {next(names, platform.machine())}"
 

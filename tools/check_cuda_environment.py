@@ -54,7 +54,7 @@ def main() -> int:
     failed = sum(not result["passed"] for result in results)
     print(f"{len(results)} checks, {failed} failed")
     if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n")
+        given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return min(failed, 100)
 
 
@@ -82,10 +82,16 @@ def results_of(group: str, environment: dict[str, str]) -> list[dict]:
     """Run a group in a process, print its lines, and return its results."""
     results = []
     line = [sys.executable, __file__, "--group", group]
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         start = time.monotonic()
         with subprocess.Popen(
-            line, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+            line,
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            encoding="utf-8",
         ) as process:
             assert process.stdout is not None
             for said in process.stdout:

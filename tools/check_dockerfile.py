@@ -71,7 +71,7 @@ def main() -> int:
         parser.error(f"--python={given.python}: not found; give the path of a Python 3.12")
     with tempfile.TemporaryDirectory() as temporary:
         return Image((given.folder or Path(temporary)).resolve(), python).build(
-            (ROOT / "Dockerfile").read_text()
+            (ROOT / "Dockerfile").read_text(encoding="utf-8")
         )
 
 
@@ -135,6 +135,7 @@ class Image:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            encoding="utf-8",
         )
         seconds = time.monotonic() - start
         print(f"{verb if done.returncode == 0 else 'FAILED':9} {said}   {seconds:.0f} s", flush=True)

@@ -253,7 +253,9 @@ class Part:
         for step in steps:
             done.append(self._step(step))
             record = {"date": now(), "device": self._device, "steps": [asdict(each) for each in done]}
-            (self._output / f"{self.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+            (self._output / f"{self.name}.json").write_text(
+                json.dumps(record, indent=1) + "\n", encoding="utf-8"
+            )
         return done
 
     def _step(self, step: Step) -> Done:
@@ -295,7 +297,7 @@ class Part:
         if detail:
             said = self._log.read_bytes()[place:].decode(errors="replace").strip().splitlines()
             detail += "".join(f"\n    {x}" for x in said[-25:])
-        results = json.loads(result.read_text()) if result.exists() and not detail else {}
+        results = json.loads(result.read_text(encoding="utf-8")) if result.exists() and not detail else {}
         seconds = time.monotonic() - begin
         return shown(Done(step.name, "FAILED" if detail else "ok", seconds, results, detail))
 
@@ -320,7 +322,7 @@ def table(output: Path) -> str:
     for name in MINUTES:
         if not (output / f"{name}.json").exists():
             continue
-        record = json.loads((output / f"{name}.json").read_text())
+        record = json.loads((output / f"{name}.json").read_text(encoding="utf-8"))
         for step in record["steps"]:
             numbers = "; ".join(f"{key} {_short(value)}" for key, value in step["results"].items())
             said = numbers or step["detail"].partition("\n")[0]
@@ -353,7 +355,7 @@ def main() -> int:
                 print(f"--- {name}: at most {MINUTES[name] * given.limits:g} minutes", flush=True)
                 done = Part(name, output, given.device, given.limits, Path(work)).run(steps)
                 failed += [f"{name}: {step.name}" for step in done if step.outcome == "FAILED"]
-                (output / "summary.md").write_text(table(output))
+                (output / "summary.md").write_text(table(output), encoding="utf-8")
     print(f"{time.monotonic() - begin:.0f} s; failed: {', '.join(failed) or 'nothing'}; see {output}")
     return len(failed)
 

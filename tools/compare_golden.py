@@ -146,7 +146,7 @@ class Side:
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        with log.open("w") as out:
+        with log.open("w", encoding="utf-8") as out:
             status = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out).returncode
         if status:
             raise SystemExit(f"{name} ended with exit code {status}: see {log}")

@@ -40,7 +40,7 @@ def main(lock: Path, processes: int) -> int:
 
 def read(lock: Path) -> list[str]:
     """Return the requirements in the file's order: largest first, so that they can be assigned in turn."""
-    lines = (line.partition("#")[0].strip() for line in lock.read_text().splitlines())
+    lines = (line.partition("#")[0].strip() for line in lock.read_text(encoding="utf-8").splitlines())
     return [line for line in lines if line]
 
 
@@ -62,14 +62,14 @@ class Worker(threading.Thread):
 
     def __init__(self, requirements: Sequence[str], file: Path, report: Report) -> None:
         super().__init__()
-        file.write_text("\n".join(requirements) + "\n")
+        file.write_text("\n".join(requirements) + "\n", encoding="utf-8")
         self._file, self._report = file, report
         self.status = 1
 
     def run(self) -> None:
         command = [sys.executable, *PIP, "-r", str(self._file)]
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
         ) as process:
             assert process.stdout is not None
             tail: list[str] = []

@@ -85,7 +85,7 @@ def prepare(tests: Sequence[str]) -> None:
         os.write(writer, json.dumps([name for name in sys.modules if not _is_ours(name)]).encode())
         os._exit(0)
     os.close(writer)
-    with open(reader) as names:
+    with open(reader, encoding="utf-8") as names:
         for name in json.load(names):
             with suppress(Exception):
                 importlib.import_module(name)
@@ -161,7 +161,7 @@ def run(waiting: Sequence[Mutant], tests: Sequence[str]) -> Iterator[tuple[Mutan
 
 def argued() -> set[str]:
     """Return the keys in tests/mutants.txt: records of file and line, change, and reason."""
-    records = [record.splitlines() for record in ARGUED.read_text().split("\n\n")]
+    records = [record.splitlines() for record in ARGUED.read_text(encoding="utf-8").split("\n\n")]
     return {"\n".join(lines[:2]) for lines in records if len(lines) > 2}
 
 
@@ -171,13 +171,13 @@ def survivors(name: str, tests: Sequence[str], sample: int | None, seed: int) ->
     chosen = {
         one.key for one in random.Random(f"{seed}/{name}").sample(every, min(sample or 10**9, len(every)))
     }
-    found = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    found = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     known = {row["key"]: row for row in found}
     texts = ((ROOT / test.partition("::")[0]).read_bytes() for test in tests)
     state = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
     done = {key for key, row in known.items() if row["killed"] or row["tests"] == state}
     waiting = [one for one in every if one.key in chosen - done]
-    with RESULTS.open("a") as results:
+    with RESULTS.open("a", encoding="utf-8") as results:
         for mutant, status in run(waiting, tests):
             row = known[mutant.key] = {"key": mutant.key, "killed": status != 0, "tests": state}
             print(json.dumps(row), file=results, flush=True)

@@ -41,7 +41,7 @@ class Mutant:
 
     def code(self) -> CodeType:
         """Return the compiled source with the change."""
-        tree = ast.parse((ROOT / self.file).read_text())
+        tree = ast.parse((ROOT / self.file).read_text(encoding="utf-8"))
         nodes = list(ast.walk(tree))
         changed = nodes[self.place]
         for parent in nodes:
@@ -56,7 +56,7 @@ class Mutant:
 
 def mutants(file: str) -> list[Mutant]:
     """Return all mutants of a source, in the order of its lines."""
-    source = (ROOT / file).read_text()
+    source = (ROOT / file).read_text(encoding="utf-8")
     tree, lines = ast.parse(source), source.splitlines()
     nodes = list(ast.walk(tree))
     left = {id(node) for top in nodes for part in _no_effect(top) for node in ast.walk(part)}

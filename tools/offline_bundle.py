@@ -118,6 +118,7 @@ def build(output: Path, present: dict[str, str], given: argparse.Namespace) -> N
         capture_output=True,
         text=True,
         check=True,
+        encoding="utf-8",
     ).stdout.strip()
     manifest = {
         "python": release,
@@ -127,13 +128,13 @@ def build(output: Path, present: dict[str, str], given: argparse.Namespace) -> N
         "packages": wanted,
         "streams": streams,
     }
-    (output / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    (output / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     shutil.copy(ROOT / "tools/offline/unpack.py", output)
 
 
 def listed(path: Path) -> dict[str, str]:
     """Return {name: version} of the lines NAME==VERSION. Raises ValueError if there is none."""
-    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
     found = {plain(name): version for name, _, version in (line.partition("==") for line in lines) if version}
     if not found:
         raise ValueError(f"{path}: has no line NAME==VERSION; write it with `pip list --format=freeze`")

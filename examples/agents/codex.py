@@ -34,7 +34,7 @@ async def agent(episode: Any, **more: Any) -> dict[str, Any]:
         home = Path(name)
         for folder in ("codex", "tmp", "work"):  # its sandbox needs CODEX_HOME outside TMPDIR
             (home / folder).mkdir()
-        (home / "system.md").write_text("Use the tool.")
+        (home / "system.md").write_text("Use the tool.", encoding="utf-8")
         provider = {"name": "run", "base_url": episode.base_url, "env_key": "KEY", "wire_api": "responses"}
         settings = SETTINGS | {"model": episode.model, "model_instructions_file": f"{home}/system.md"} | more
         settings |= {f"model_providers.run.{key}": value for key, value in provider.items()}
@@ -60,5 +60,5 @@ async def agent(episode: Any, **more: Any) -> dict[str, Any]:
                 process.kill()
         if process.returncode:
             raise RuntimeError(log.decode(errors="replace").strip().rpartition("\n")[2])
-        said = (home / "last").read_text()
+        said = (home / "last").read_text(encoding="utf-8")
     return {"reward": float(any(target in said for target in episode.task.targets)), "detail": said}

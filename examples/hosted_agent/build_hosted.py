@@ -50,7 +50,9 @@ def build(folder: Path, seed: int, tokens: int) -> None:
     known = entities()
     asked = [question for entity in known for question in one_hop(entity)]
     facts = {question.hops[0].query: question.hops[0].passage for question in asked}
-    (folder / "facts.json").write_text(json.dumps(facts, ensure_ascii=False, indent=1) + "\n")
+    (folder / "facts.json").write_text(
+        json.dumps(facts, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+    )
     tokenizer = train_tokenizer(map(as_text, asked), TAGS, CHAT_TEMPLATE)
     write_model(folder / "model", tokenizer, seed)
     short = (with_short_facts(entity, tokenizer) for entity in known)

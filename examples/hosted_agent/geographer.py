@@ -41,7 +41,7 @@ def look_up(facts: dict[str, str], arguments: str) -> str:
 
 def answer(question: str) -> str:
     """Return the assistant's answer, or "" if it only calls tools."""
-    client, facts = OpenAI(), json.loads(FACTS.read_text())
+    client, facts = OpenAI(), json.loads(FACTS.read_text(encoding="utf-8"))
     messages: list[Any] = [{"role": "user", "content": question}]
     for _turn in range(MOST_CALLS + 1):
         reply = client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL])

@@ -51,12 +51,12 @@ def command(
     arguments = parser.parse_args(argv)
     wanted = {"version": version, "seed": arguments.seed, "tokens": arguments.tokens}
     manifest = arguments.output / "manifest.json"
-    if manifest.is_file() and json.loads(manifest.read_text()) == wanted:
+    if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8")) == wanted:
         print(f"{arguments.output}: already built")
         return
     manifest.unlink(missing_ok=True)
     build(arguments.output, arguments.seed, arguments.tokens)
-    manifest.write_text(json.dumps(wanted) + "\n")
+    manifest.write_text(json.dumps(wanted) + "\n", encoding="utf-8")
 
 
 def build(folder: Path, seed: int, tokens: int) -> None:

@@ -23,8 +23,8 @@ def keep(source: Path, target: Path) -> None:
         shutil.copyfile(source / name, target / name)
     weights = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
     save_file(weights, target / "model.safetensors", {"format": "pt"})
-    config = json.loads((source / "config.json").read_text()) | {"dtype": "bfloat16"}
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    config = json.loads((source / "config.json").read_text(encoding="utf-8")) | {"dtype": "bfloat16"}
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ class StageLedger:
 
     def __init__(self, home: Path) -> None:
         self._path = home / "stages.json"
-        self.stages: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self.stages: dict[str, Any] = (
+            json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else {}
+        )
 
     def is_done(self, stage: Stage) -> bool:
         entry = self.stages.get(name_of(stage), {})
@@ -45,7 +47,7 @@ class StageLedger:
         earlier = self.stages[name_of(stage)]["seconds"] if self.was_begun(stage) else 0.0
         self.stages[name_of(stage)] = {"key": stage.key, "done": done, "seconds": earlier + seconds}
         with replacing(self._path) as scratch:
-            scratch.write_text(json.dumps(self.stages, indent=1))
+            scratch.write_text(json.dumps(self.stages, indent=1), encoding="utf-8")
 
     def seconds(self, stage: Stage) -> float:
         return float(self.stages[name_of(stage)]["seconds"])
@@ -60,7 +62,7 @@ def name_of(stage: Stage) -> str:
 def alone(home: Path) -> Iterator[None]:
     """Lock the folder until the end. Raises ConfigError if another call of this program uses it."""
     home.mkdir(parents=True, exist_ok=True)
-    with (home / "stages.lock").open("w") as file:
+    with (home / "stages.lock").open("w", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -134,7 +134,8 @@ def plan(config: Config, overrides: list[str], example: Example = EXAMPLES["quic
     seed = config.run.seed if cold_started else MODEL_SEED
     sources = {*HERE.glob("*.py"), *builder.parent.glob("*.py"), *builder.parent.glob("*.jsonl")}
     build_key = key(
-        f"{seed}, {cold_started}", *(path.read_text() for path in sorted(sources) if path.name not in OURS)
+        f"{seed}, {cold_started}",
+        *(path.read_text(encoding="utf-8") for path in sorted(sources) if path.name not in OURS),
     )
     build: tuple[str, ...] = (sys.executable, str(builder), "--output", str(data), "--seed", str(seed))
     stage = partial(under_torchrun, example.config)
@@ -188,7 +189,7 @@ def perform(stage: Stage, ledger: StageLedger, folder: Path) -> int:
     ledger.record(stage, time.monotonic() - started, done=status == 0)
     if status:
         console.rule(f"{stage.name} failed with exit code {status}; the end of {log}:", style="red")
-        print("\n".join(last_lines(log.read_text(errors="replace"))), file=sys.stderr)
+        print("\n".join(last_lines(log.read_text(errors="replace", encoding="utf-8"))), file=sys.stderr)
     return status
 
 
@@ -227,11 +228,11 @@ def finish(config: Config, seconds: Mapping[str, float]) -> None:
         "episodes": after["evaluate/episodes"],
         "seconds": round(sum(seconds.values()), 1),
         "stage_seconds": {name: round(of, 1) for name, of in seconds.items()},
-        "install_seconds": float(installed.read_text()) if installed.exists() else None,
+        "install_seconds": float(installed.read_text(encoding="utf-8")) if installed.exists() else None,
         "before": held_out(before),
         "after": held_out(after),
     }
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     page.draw_at_the_end(folder)  # again, with the summary
     show(summary, folder)
 

@@ -28,7 +28,7 @@ class Relation(NamedTuple):
     inverse: list[str]  # {x}, in the middle of a question that names the value
 
 
-ROWS = Path(__file__).with_name("relations.jsonl").read_text().splitlines()
+ROWS = Path(__file__).with_name("relations.jsonl").read_text(encoding="utf-8").splitlines()
 RELATIONS: Mapping[str, Relation] = {row["name"]: Relation(**row) for row in map(json.loads, ROWS)}
 
 

@@ -113,12 +113,12 @@ def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, head
             shutil.copyfile(path, partial / path.name)
     if (template / TEMPLATES).is_dir():
         shutil.copytree(template / TEMPLATES, partial / TEMPLATES, copy_function=shutil.copyfile)
-    config = text_fields(template, json.loads((partial / "config.json").read_text()))
+    config = text_fields(template, json.loads((partial / "config.json").read_text(encoding="utf-8")))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":
         named = FAMILIES[config["model_type"]].architecture.replace("CausalLM", "TokenClassification")
         config |= {"architectures": [named], "num_labels": 1}
-    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:

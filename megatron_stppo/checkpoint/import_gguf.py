@@ -33,7 +33,7 @@ def import_gguf(file: Path, folder: Path, dtype: torch.dtype, shown: Shown = lis
     try:
         partial.mkdir(parents=True)
         fields = header.config() | {"dtype": str(dtype).removeprefix("torch.")}
-        (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+        (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         shape = read_shape(partial)
         found = _matched(header, shape)
         write_tokenizer(header, partial)
@@ -46,7 +46,7 @@ def import_gguf(file: Path, folder: Path, dtype: torch.dtype, shown: Shown = lis
         )  # a turn's end, if another
         if turn != ids["eos_token_id"]:
             ids["eos_token_id"] = [ids["eos_token_id"], turn]
-        (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+        (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
         shapes = hf_shapes(shape)
         files = by_file(shapes, dtype)
         for name, keys in files.items():

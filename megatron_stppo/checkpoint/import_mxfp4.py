@@ -80,7 +80,7 @@ def _begin(source: Path, partial: Path) -> ModelShape:
             shutil.copyfile(path, partial / path.name)
     kept = {name: value for name, value in fields.items() if name != "quantization_config"}
     kept = {name: value for name, value in kept.items() if name != "torch_dtype"} | {"dtype": "bfloat16"}
-    (partial / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
+    (partial / "config.json").write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     return read_shape(partial)
 
 

@@ -21,7 +21,7 @@ from megatron_stppo.base.files import replacing
 CANNOT_WRITE = 120
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the limit of a file's size
 PATIENCE = 75.0  # seconds that a process gets to end; a save in progress gets 60, and deadlines.END is 90
-SAVED = 3.0  # the same after Requeue, when no save is in progress: SIGKILL follows 30 s after SIGTERM
+SAVED = 2.0  # the same after Requeue, when no save is in progress: SIGKILL follows 30 s after SIGTERM
 
 
 @contextmanager

@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,7 +36,8 @@ class TensorBoard:
     def __init__(self, folder: Path, purge_step: int) -> None:
         """purge_step: hides the points that earlier attempts have written from there on. Raises ConfigError
         if the package cannot be imported."""
-        self._module = _imported("torch.utils.tensorboard", "tensorboard", "")
+        with _importing("tensorboard"):
+            self._module = importlib.import_module("torch.utils.tensorboard")
         self._folder, self._purge_step = folder, purge_step
         self._board: Any = None
 
@@ -63,7 +65,8 @@ class WeightsAndBiases:
         """Begin a run there. Raises ConfigError if this fails, but if the package can be imported, a resumed
         run continues without it: its network may be down."""
         field = f"telemetry.wandb_project={config.telemetry.wandb_project}"
-        wandb = _imported("wandb", "wandb", f"{field}: ", ", or remove the field")
+        with _importing("wandb", f"{field}: ", ", or remove the field"):
+            wandb = importlib.import_module("wandb")
         silent = {"console": "off", "disable_git": True, "save_code": False, "disable_job_creation": True}
         private = {"x_disable_meta": True, "x_disable_stats": True, "x_disable_machine_info": True}
         self._run: Any = None
@@ -97,10 +100,11 @@ class WeightsAndBiases:
             )
 
 
-def _imported(module: str, package: str, field: str, remedy: str = "") -> Any:
-    """Return an imported module. Raises ConfigError if its package is broken."""
+@contextmanager
+def _importing(package: str, field: str = "", remedy: str = "") -> Iterator[None]:
+    """Raise ConfigError if the block cannot import the package."""
     try:
-        return importlib.import_module(module)
+        yield
     except Exception as error:
         why = f"{type(error).__name__}: {one_line(str(error))}"
         raise ConfigError(

@@ -54,6 +54,6 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
         files = [folder / "result.json", *([output] if output is not None else [])]
         for path in files:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(of | row, indent=1))
+            path.write_text(json.dumps(of | row, indent=1), encoding="utf-8")
         say(f"done; the numbers are {files[-1]}, the episodes are in {folder}")
     worker.close()

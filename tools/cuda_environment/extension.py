@@ -18,7 +18,9 @@ def checks() -> Iterator[tuple[str, Callable[[], str]]]:
 def compiler() -> str:
     home = os.environ.get("CUDA_HOME")
     assert home, "CUDA_HOME is not set; make check-cuda-environment sets it"
-    done = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=True, encoding="utf-8"
+    )
     return next(line for line in done.stdout.splitlines() if "release" in line)
 
 

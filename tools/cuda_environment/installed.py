@@ -27,7 +27,9 @@ def commands() -> Iterator[tuple[str, Callable[[], str]]]:
 
 def pins(file: str) -> dict[str, str]:
     """Return the versions that a file of tools/ pins, by name."""
-    lines = [line.partition("#")[0].strip() for line in (TOOLS / file).read_text().splitlines()]
+    lines = [
+        line.partition("#")[0].strip() for line in (TOOLS / file).read_text(encoding="utf-8").splitlines()
+    ]
     pairs = [line.partition("==") for line in lines if line]
     return {plain(name): version for name, _, version in pairs}
 
@@ -46,7 +48,7 @@ def versions() -> str:
 
 def requirements() -> str:
     line = [sys.executable, "-m", "pip", "check"]
-    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8")
     wrong = unexpected(done.stdout) if done.returncode else []
     assert not wrong, wrong
     return done.stdout.strip()
@@ -62,7 +64,7 @@ def plan() -> str:
     """Run `plan`, without the stub of the driver. megatron must not import packages that need a GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
     line = [sys.executable, "-m", "megatron_stppo", "plan", "examples/qwen2.5-7b/config.yaml", "--gpus", "8"]
-    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, (done.stdout + done.stderr)[-2500:]
     return done.stdout.strip().splitlines()[-1]
 

@@ -35,7 +35,10 @@ def write_stub(packages: Sequence[Path], folder: Path) -> int:
             symbols = _dynamic(path, "-Ws", "--dyn-syms").decode()
             names |= set(re.findall(r" UND (cu[A-Z]\w*)", symbols))
     source = folder / "stub.c"
-    source.write_text("".join(f"int {name}(void) {{ return {STUB_LIBRARY}; }}\n" for name in sorted(names)))
+    source.write_text(
+        "".join(f"int {name}(void) {{ return {STUB_LIBRARY}; }}\n" for name in sorted(names)),
+        encoding="utf-8",
+    )
     line = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{DRIVER}", str(source), "-o", str(folder / DRIVER)]
     subprocess.run(line, check=True)
     return len(names)

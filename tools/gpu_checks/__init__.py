@@ -18,4 +18,4 @@ def main(*checks: Callable[[], dict[str, Any]]) -> None:
     """Run the check that the command line names, and write its results to the file that it names."""
     name, file = sys.argv[1:]
     (check,) = (one for one in checks if one.__name__ == name)
-    Path(file).write_text(json.dumps(check()))
+    Path(file).write_text(json.dumps(check()), encoding="utf-8")

@@ -28,7 +28,7 @@ def counters() -> dict[str, Any]:
     line = [ncu, "--metrics", ",".join(METRICS), "--clock-control", "none", "--csv", "--page", "raw"]
     line += ["--kernel-name", KERNELS, "--launch-count", "40"]
     line += [sys.executable, "-m", "gpu_checks.kernels", "profiled", os.devnull]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False, encoding="utf-8")
     print(done.stdout, flush=True)
     if done.returncode:
         raise AssertionError(f"ncu ended with exit status {done.returncode}")

@@ -54,7 +54,7 @@ def layer_slice() -> dict[str, Any]:
     if not folder.exists():
         write_model(folder, **(RANK_OF_32B if gpu else {}))
     found = _phases(folder)
-    (work() / "slice.json").write_text(json.dumps(found))
+    (work() / "slice.json").write_text(json.dumps(found), encoding="utf-8")
     return found
 
 
@@ -135,13 +135,17 @@ def _waits(found: dict[str, Any], phase: str) -> Iterator[None]:
 def against_plan() -> dict[str, Any]:
     """Return what `plan` says for one GPU, and the peaks that `layer_slice` measured divided by it."""
     given, _, _ = sections(torch.cuda.is_available())
-    found = json.loads((work() / "slice.json").read_text())
+    found = json.loads((work() / "slice.json").read_text(encoding="utf-8"))
     file = work() / "slice.yaml"
     model = {"path": str(work() / "slice"), "layers": "local"} | given["model"]
-    file.write_text(yaml.safe_dump(given | {"model": model, "algorithm": {"preset": "st_ppo"}}))
+    file.write_text(
+        yaml.safe_dump(given | {"model": model, "algorithm": {"preset": "st_ppo"}}), encoding="utf-8"
+    )
     line = [sys.executable, "-m", "megatron_stppo", "plan", str(file), "--gpus", "1", "--json"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(line, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(
+        line, capture_output=True, text=True, env=environment, timeout=120, encoding="utf-8"
+    )
     if not done.stdout.startswith("{"):
         raise AssertionError(f"plan failed: {done.stderr.strip()[-500:]}")
     totals = json.loads(done.stdout)["stages"][0]["totals"]

@@ -62,7 +62,9 @@ def prepared() -> dict[str, Any]:
     shutil.rmtree(home, ignore_errors=True)  # of an earlier check
     run([sys.executable, str(EXAMPLE / "build_problems.py"), "--output", str(home / "data")])
     held_out = home / "data/evaluate.jsonl"
-    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:PROBLEMS]))
+    held_out.write_text(
+        "".join(held_out.read_text(encoding="utf-8").splitlines(keepends=True)[:PROBLEMS]), encoding="utf-8"
+    )
     built = time.monotonic()
     program("cold-start", f"model.path={home}/data/model")
     return {"seconds of import and problems": built - began, "of the cold start": time.monotonic() - built}
@@ -85,7 +87,9 @@ def reference() -> dict[str, Any]:
             ids_1T = torch.tensor([ids], device=model.device)
             logprob_TV = model(ids_1T).logits[0, :-1].log_softmax(-1)
             found.append(logprob_TV.gather(-1, ids_1T[0, 1:, None])[:, 0].tolist())
-    (folder() / "transformers.json").write_text(json.dumps({"texts": texts, "logprobs": found}))
+    (folder() / "transformers.json").write_text(
+        json.dumps({"texts": texts, "logprobs": found}), encoding="utf-8"
+    )
     return {"texts": len(texts), "nats per token": -sum(map(sum, found)) / sum(map(len, found))}
 
 
@@ -99,7 +103,7 @@ def agreement() -> dict[str, Any]:
     from megatron_stppo.training.stages import score
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
-    expected = json.loads((folder() / "transformers.json").read_text())
+    expected = json.loads((folder() / "transformers.json").read_text(encoding="utf-8"))
     task, played = Task("real", (), ("",), "train", 0), []
     for ids in expected["texts"]:
         size = len(ids) - 1
@@ -128,7 +132,7 @@ def trained() -> dict[str, Any]:
         raise AssertionError(f"after SIGUSR1 the run ended with {status}, not {RESUMABLE}")
     stopped = iterations(home)
     program("train", "--resume")
-    rows = [json.loads(text) for text in (home / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(text) for text in (home / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if "actor/clip_fraction" in row]
     held_out = {
         int(row["iteration"]): row["evaluate/exact_match"] for row in rows if "evaluate/exact_match" in row
@@ -152,7 +156,7 @@ def trained() -> dict[str, Any]:
 def iterations(home: Path) -> int:
     """Return the number of the last iteration that the run has recorded."""
     file = home / "metrics.jsonl"
-    rows = file.read_text().splitlines() if file.exists() else []
+    rows = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return max((int(json.loads(row).get("iteration", 0)) for row in rows if row.endswith("}")), default=0)
 
 

@@ -28,7 +28,10 @@ def serving() -> dict[str, Any]:
     settings = ["run.iterations=2", "run.name=check", "model.dtype=bfloat16", "run.evaluate_every=1"]
     settings += ["rollout.gpu_memory_utilization=0.3"]
     _run([*program, "train", "config.yaml", *settings], folder, environment)
-    rows = [json.loads(line) for line in (folder / "runs/check/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "runs/check/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     trained = [row for row in rows if "mismatch/mean_abs" in row]
     worst = max(row["mismatch/mean_abs"] for row in trained)
     if len(trained) != 2 or not worst < MISMATCH:
@@ -40,7 +43,9 @@ def serving() -> dict[str, Any]:
 
 
 def _run(line: list[str], folder: Path, environment: dict[str, str]) -> None:
-    done = subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        line, cwd=folder, env=environment, capture_output=True, text=True, check=False, encoding="utf-8"
+    )
     print(done.stdout, done.stderr, flush=True)
     if done.returncode:
         raise AssertionError(f"exit status {done.returncode}: {' '.join(line)}")

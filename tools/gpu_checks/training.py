@@ -95,7 +95,7 @@ def reference() -> dict[str, Any]:
     tensors = {f"before {name}": x for name, x in found.before.items()} | {"logprob_T": found.logprob_T}
     tensors |= {f"after {name}": x for name, x in found.after.items()}
     save_file({name: x.contiguous() for name, x in tensors.items()}, work() / "reference.safetensors")
-    (work() / "reference.json").write_text(json.dumps(found.numbers))
+    (work() / "reference.json").write_text(json.dumps(found.numbers), encoding="utf-8")
     return {"log-probs": len(found.logprob_T), "gradient norm": found.numbers["actor/gradient_norm"]}
 
 
@@ -110,7 +110,7 @@ def step() -> dict[str, Any]:
         {name.removeprefix(when): x for name, x in tensors.items() if name.startswith(when)}
         for when in ("before ", "after ")
     )
-    numbers = json.loads((work() / "reference.json").read_text())
+    numbers = json.loads((work() / "reference.json").read_text(encoding="utf-8"))
     expected = Measured(numbers, tensors["logprob_T"], before, after)
     case, found = measured("bfloat16", expected.logprob_T)
     row = compare_case(case, 1, found, expected, TOLERANCES[torch.bfloat16])

@@ -26,7 +26,10 @@ def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         print(__doc__)
         return 2
-    folder, manifest = Path(sys.argv[1]).resolve(), json.loads((HERE / "manifest.json").read_text())
+    folder, manifest = (
+        Path(sys.argv[1]).resolve(),
+        json.loads((HERE / "manifest.json").read_text(encoding="utf-8")),
+    )
     if problem := unfit(manifest):
         print(problem)
         return 1
@@ -39,7 +42,8 @@ def main() -> int:
         (folder / "activate").write_text(
             f'export PYTHONPATH="{folder}/megatron_stppo:{folder}/packages${{PYTHONPATH:+:$PYTHONPATH}}"\n'
             f'export PATH="{Path(sys.executable).parent}:$PATH" HF_HUB_OFFLINE=1\n'
-            f'cd "{folder}/megatron_stppo"\n'
+            f'cd "{folder}/megatron_stppo"\n',
+            encoding="utf-8",
         )
         print(f"source {folder}/activate")
     print("\n".join(problems), end="\n" * bool(problems))

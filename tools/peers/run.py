@@ -44,11 +44,11 @@ def trl(python: Path, folder: Path, case: Case, side: Side, start: Start, iterat
         "iterations": iterations,
     }
     specification, result = folder / "trl.json", folder / "trl-result.json"
-    specification.write_text(json.dumps(given))
+    specification.write_text(json.dumps(given), encoding="utf-8")
     result.unlink(missing_ok=True)
     script = [str(HERE / "trl_side.py"), str(specification), str(result)]
     memory = _start([str(python)], script, start, folder / "trl.log", {})
-    return json.loads(result.read_text()) | {"memory": memory}
+    return json.loads(result.read_text(encoding="utf-8")) | {"memory": memory}
 
 
 def ours(folder: Path, case: Case, side: Side, start: Start, iterations: int) -> dict[str, Any]:
@@ -61,14 +61,16 @@ def ours(folder: Path, case: Case, side: Side, start: Start, iterations: int) ->
         }
         for number in range(TASKS)
     ]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "ours.yaml").write_text(yaml.safe_dump(config(folder, case, side, start, iterations)))
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "ours.yaml").write_text(
+        yaml.safe_dump(config(folder, case, side, start, iterations)), encoding="utf-8"
+    )
     metrics = folder / "ours" / "metrics.jsonl"
     shutil.rmtree(metrics.parent, ignore_errors=True)  # a run's name cannot be used twice
     script = ["-m", "megatron_stppo", "train", str(folder / "ours.yaml")]
     path = os.pathsep.join([str(HERE), str(ROOT)])
     memory = _start([sys.executable], script, start, folder / "ours.log", {"PYTHONPATH": path})
-    rows = [_row(json.loads(line)) for line in metrics.read_text().splitlines()]
+    rows = [_row(json.loads(line)) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return {"iterations": rows[1:], "memory": memory}
 
 
@@ -127,7 +129,7 @@ def _start(
         python = [*python, "-m", "torch.distributed.run", "--standalone"]
         python = [*python, "--nproc-per-node", str(start.processes)]
     variables = os.environ | variables | {"OMP_NUM_THREADS": str(start.threads), "HF_HUB_OFFLINE": "1"}
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         program = psutil.Popen(
             [*python, *script], env=variables, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
         )
@@ -139,7 +141,7 @@ def _start(
             process.kill()
         psutil.wait_procs(left, timeout=10)
     if code != 0:
-        last = "\n".join(log.read_text().splitlines()[-15:])
+        last = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:])
         what = f"no end after {LIMIT:.0f} s" if code is None else f"exit code {code}"
         raise RuntimeError(f"{log}: {what}; its last lines:\n{last}")
     return peak

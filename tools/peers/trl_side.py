@@ -88,7 +88,7 @@ def always_call(tokenizer, ids, prefix=None, tools=None):
 
 
 def main(specification: Path, result: Path) -> None:
-    given = json.loads(specification.read_text())
+    given = json.loads(specification.read_text(encoding="utf-8"))
     torch.set_num_threads(given["threads"])
     world = int(os.environ.get("WORLD_SIZE", "1"))
     share = given["trajectories"] // given["steps"] // world  # trajectories per optimizer step and process
@@ -151,7 +151,7 @@ def main(specification: Path, result: Path) -> None:
             row["read"] *= world
         versions = {"trl": trl.__version__, "transformers": transformers.__version__}
         found = {"iterations": iterations, "versions": versions | {"torch": torch.__version__}}
-        result.write_text(json.dumps(found))
+        result.write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

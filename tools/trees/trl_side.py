@@ -54,7 +54,7 @@ class Given(GRPOTrainer):
 
 
 def main(specification: Path, result: Path) -> None:
-    given = json.loads(specification.read_text())
+    given = json.loads(specification.read_text(encoding="utf-8"))
     torch.set_num_threads(given["threads"])
     share = len(given["episodes"]) // given["steps"]  # trajectories per optimizer step
     rows = given["amount"]
@@ -99,7 +99,7 @@ def main(specification: Path, result: Path) -> None:
         for both in zip(trainer.generated, ends, strict=True)
     ]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    result.write_text(json.dumps({"iterations": iterations, "peak": peak}))
+    result.write_text(json.dumps({"iterations": iterations, "peak": peak}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -163,9 +163,9 @@ def memory(given: dict[str, Any]) -> dict[str, Any]:
     """
     bench = Bench(given)
     bench.packing(given["arm"], given["budget"])
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes the present size
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # VmHWM becomes the present size
     bench.step()
-    peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    peak = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
     assert peak is not None
     return {"peak": int(peak[1]) * 1024}
 
@@ -190,11 +190,11 @@ def _now() -> float:
 
 
 def main(specification: Path, result: Path) -> None:
-    given = json.loads(specification.read_text())
+    given = json.loads(specification.read_text(encoding="utf-8"))
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     works = {one.__name__: one for one in (write, times, memory, profile)}
-    result.write_text(json.dumps(works[given["work"]](given)))
+    result.write_text(json.dumps(works[given["work"]](given)), encoding="utf-8")
 
 
 if __name__ == "__main__":

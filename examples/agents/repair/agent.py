@@ -26,9 +26,15 @@ CODE = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 def repair(task: Any, folder: Path, is_safe: bool) -> list[str]:
     """Let the policy write the file, up to TURNS times, and return the failures of all tests."""
     module = task["extra"]["module"]
-    file, tests = folder / f"{module}.py", json.loads((HERE / "tests.json").read_text())[module]
+    file, tests = (
+        folder / f"{module}.py",
+        json.loads((HERE / "tests.json").read_text(encoding="utf-8"))[module],
+    )
     messages: list[Any] = [*task["prompt"]]
-    messages[-1] = {"role": "user", "content": f"{messages[-1]['content']}\n```\n{file.read_text()}```"}
+    messages[-1] = {
+        "role": "user",
+        "content": f"{messages[-1]['content']}\n```\n{file.read_text(encoding='utf-8')}```",
+    }
     client = OpenAI()
     for _turn in range(TURNS):
         reply = client.chat.completions.create(model=os.environ["MEGATRON_STPPO_MODEL"], messages=messages)

@@ -54,7 +54,7 @@ def _shown(test: Any) -> str:
 def _output(folder: Path, module: str, tests: list[Any], is_safe: bool) -> bytes:
     # Read-only: else the code could replace a file by a link, through which the agent would write outside.
     inside = [*BUBBLEWRAP, "--ro-bind", str(folder), "/work", "--chdir", "/work", "--remount-ro", "/"]
-    command = [PYTHON, "-I", "-B", "-c", (HERE / "runner.py").read_text(), module]
+    command = [PYTHON, "-I", "-B", "-c", (HERE / "runner.py").read_text(encoding="utf-8"), module]
     calls = [{key: test[key] for key in ("call", "arguments")} for test in tests]
     with subprocess.Popen(
         [*(inside if is_safe else ()), *command],

@@ -255,7 +255,7 @@ def _opening(config: Config, mesh: MeshRank) -> str:
 def log_to(folder: Path, rank: int, prefix: str = "") -> None:
     """Write this rank's warnings and errors to folder/logs/rank-N.log too; `prefix` precedes the name."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    handler = _OnDisk(folder / "logs" / f"{prefix}rank-{rank}.log")
+    handler = _OnDisk(folder / "logs" / f"{prefix}rank-{rank}.log", encoding="utf-8")
     handler.setFormatter(Printable(logging.Formatter(LINE)))
     logging.getLogger().addHandler(handler)
 

@@ -138,7 +138,7 @@ def _mapped_files(part: str) -> set[str]:
     found: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            lines = maps.read_text().splitlines()
+            lines = maps.read_text(encoding="utf-8").splitlines()
         except OSError:  # the process ended, or belongs to another user, whose files we cannot delete anyway
             continue
         found.update(line.split(maxsplit=5)[5] for line in lines if part in line)

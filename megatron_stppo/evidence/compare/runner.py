@@ -153,7 +153,7 @@ class Runner:
 
 def _locked(folder: Path) -> IO[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    file = (folder / "compare.lock").open("w")
+    file = (folder / "compare.lock").open("w", encoding="utf-8")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

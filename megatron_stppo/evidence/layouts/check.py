@@ -67,7 +67,7 @@ def compare(config: Config, output: Path | None = None) -> int:
         )
         if output is not None:
             about = {"dtype": str(process.dtype(config)), "ranks": world, "tolerance": vars(tolerance)}
-            output.write_text(json.dumps(about | {"cases": rows}, indent=1) + "\n")
+            output.write_text(json.dumps(about | {"cases": rows}, indent=1) + "\n", encoding="utf-8")
     return broken
 
 

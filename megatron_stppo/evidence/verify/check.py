@@ -61,7 +61,9 @@ def verify(config: Config, assemble: Assemble, output: Path | None = None) -> bo
     finally:
         if is_first_rank():  # close() has ended the process groups
             if output is not None:
-                output.write_text(json.dumps([asdict(one) for one in findings], indent=1) + "\n")
+                output.write_text(
+                    json.dumps([asdict(one) for one in findings], indent=1) + "\n", encoding="utf-8"
+                )
             shutil.rmtree(config.run.folder, ignore_errors=True)
     return all(one.verdict != "fails" for one in findings)
 

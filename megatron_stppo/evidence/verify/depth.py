@@ -102,11 +102,11 @@ def _at(root: Path, source: Path, layers: int, write: Callable[[Path, Path, int]
 
 
 def _write_model(source: Path, folder: Path, layers: int) -> None:
-    given: dict[str, Any] = json.loads((source / SETTINGS).read_text())
+    given: dict[str, Any] = json.loads((source / SETTINGS).read_text(encoding="utf-8"))
     whole = given["num_hidden_layers"]
     cut = {name: value[:layers] for name, value in given.items() if _is_per_layer(value, whole)}
     settings = given | cut | {"num_hidden_layers": layers}
-    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     _link_others(source, folder, SETTINGS)
 
 

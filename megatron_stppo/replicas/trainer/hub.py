@@ -17,6 +17,7 @@ from megatron_stppo.base.errors import Abandoned, EngineLost
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.trainer.crew import Crew
+from megatron_stppo.replicas.trainer.local import GRACE, LEAVING
 from megatron_stppo.replicas.trainer.records import versions_of
 from megatron_stppo.replicas.wire.episodes import Done, Unfinished
 from megatron_stppo.replicas.wire.messages import Assignment, Counters, Receive, Stop, TellUnfinished
@@ -249,7 +250,7 @@ class Hub:
         self._thread.join()
         crew.listener.close()
         if crew.local is not None:
-            crew.local.close(asked)
+            crew.local.close(asked, LEAVING if self._why_end() else GRACE)
 
     def _to_send(self, version: int) -> Receive | None:
         """Return what the trainer must send. If no replica has the version before, it is `version`."""

@@ -21,6 +21,7 @@ from megatron_stppo.replicas.wire.messages import process_name
 # A replica has a launcher's variables of its own; those of srun and torchrun describe the trainer.
 INHERITED = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_", "PMI")
 GRACE = 20.0  # seconds that a replica has to end after a Stop
+LEAVING = 4.0  # the same if the run was asked to end, perhaps within 30 s
 DYING = 5.0  # seconds that a killed process has to end
 LAST = 65_536  # bytes at the end of a log in which the last line is
 log = logging.getLogger(__name__)
@@ -129,13 +130,13 @@ class LocalReplicas:
         if name in self._processes:
             self._processes[name].kill()
 
-    def close(self, asked: AbstractSet[str]) -> None:
+    def close(self, asked: AbstractSet[str], grace: float = GRACE) -> None:
         """Wait until the replicas that were `asked` to end have ended. Kill the others, and those that do not
         end: one that is still starting cannot be asked."""
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + grace
         for name, ranks in self._processes.items():
             if name in asked and ranks.left(deadline):
-                log.warning("%s did not end within %g s and is killed", name, GRACE)
+                log.warning("%s did not end within %g s and is killed", name, grace)
             ranks.kill()
             if left := ranks.left(time.monotonic() + DYING):
                 log.warning("%s was killed and does not end: %s", name, left)

@@ -39,6 +39,6 @@ def machine_memory() -> int:
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in LIMITS:
         path = Path(name)
-        text = path.read_text().strip() if path.is_file() else ""
+        text = path.read_text(encoding="utf-8").strip() if path.is_file() else ""
         found += [int(text)] if text.isdigit() else []
     return min(found)

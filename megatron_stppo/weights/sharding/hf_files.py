@@ -54,7 +54,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     if not path.exists():
         raise ConfigError(f"{folder}: holds neither {SINGLE} nor {INDEX}; convert the weights to safetensors")
     try:
-        files: dict[str, str] = dict(json.loads(path.read_text())["weight_map"])
+        files: dict[str, str] = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error!r}); fetch the file again") from None
     for name in files.values():

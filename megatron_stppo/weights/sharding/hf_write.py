@@ -75,7 +75,7 @@ def finish(
         total = sum(torch.Size(dims).numel() * type_of(key, dtype).itemsize for key, dims in shapes.items())
         weight_map = {stack_of(key): name for name, keys in files.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     publish(partial, folder)
 
 
