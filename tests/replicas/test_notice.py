@@ -13,18 +13,22 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_stppo.base.errors import EngineLost
+from megatron_stppo.base.errors import Abandoned, EngineLost
 from megatron_stppo.cluster.preemption import PreemptionNotice
 from megatron_stppo.config import Config
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer.served import Served
+from megatron_stppo.training.rollouts import rollout_settings
 from tests.ranks import run_ranks
-from tests.replicas.hubs import trainer
+from tests.replicas.hubs import TASKS, trainer
 from tests.rollout.vllm.tiny import build_model
 
 
-def wait_for_a_batch(folder: Path, signalled: int) -> tuple[str, float]:
-    """Return why a run without replicas ended on this rank, and how long after the signal to one rank."""
+def wait_for_episodes(folder: Path, signalled: int, evaluates: bool) -> tuple[str, float]:
+    """Return why a run without replicas ended on this rank, and how long after the signal to one rank.
+
+    evaluates: it waits for an evaluation, which is abandoned; else for a batch.
+    """
     rank, notice = dist.get_rank(), PreemptionNotice(0)
     given = {
         "model": {"path": folder / "model"},
@@ -43,18 +47,22 @@ def wait_for_a_batch(folder: Path, signalled: int) -> tuple[str, float]:
         if rank == signalled:
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
         try:
+            if evaluates:
+                rollouts.play(TASKS[:2], 1, rollout_settings(config), 5)
             rollouts.draw(0)
-        except EngineLost as lost:
-            return str(lost), time.monotonic() - began
+        except (Abandoned, EngineLost) as lost:
+            return f"{type(lost).__name__}: {lost}", time.monotonic() - began
     raise AssertionError("it has no replica")
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize(
     "signalled, why", [(0, "SIGTERM"), (1, "another rank received notice")], ids=["first", "another"]
 )
 def test_the_run_ends_within_seconds_whichever_rank_received_the_signal(
-    tmp_path: Path, signalled: int, why: str
+    tmp_path: Path, signalled: int, why: str, evaluates: bool
 ) -> None:
     build_model(tmp_path / "model")
-    for said, took in run_ranks(wait_for_a_batch, 2, tmp_path, signalled, timeout=60):
-        assert said == f"{why}, and no replica serves any more" and took < 30
+    expected = f"Abandoned: {why}" if evaluates else f"EngineLost: {why}, and no replica serves any more"
+    for said, took in run_ranks(wait_for_episodes, 2, tmp_path, signalled, evaluates, timeout=60):
+        assert said == expected and took < 30
