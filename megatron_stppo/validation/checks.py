@@ -311,7 +311,8 @@ def _rewards(config: Config) -> Iterator[Rule]:
 
 
 def _batches(config: Config, layout: Layout) -> Iterator[Rule]:
-    r, advantage, engines = config.rollout, config.algorithm.advantage, layout.world // config.engine_tensor
+    r, advantage = config.rollout, config.algorithm.advantage
+    engines = max(1, layout.world // config.engine_tensor)  # 0 with replicas that are larger than the trainer
     tasks, samples = r.tasks_per_iteration, r.samples_per_task
     yield Rule(
         advantage in GROUPED and samples == 1,

@@ -36,6 +36,7 @@ def conversations(tasks: list[Any], generator: random.Random) -> Iterator[dict[s
 
 
 if __name__ == "__main__":
-    tasks = [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()]
+    tasks = [json.loads(line) for line in Path("train.jsonl").read_text(encoding="utf-8").splitlines()]
     rows = conversations(tasks, random.Random(0))
-    Path("demonstrations.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    text = "".join(f"{json.dumps(row)}\n" for row in rows)
+    Path("demonstrations.jsonl").write_text(text, encoding="utf-8")

@@ -29,7 +29,7 @@ DEMONSTRATIONS = Path("demonstrations.py")
 texts, folder = [], "model"
 if DEMONSTRATIONS.exists():
     subprocess.run([sys.executable, DEMONSTRATIONS], check=True)
-    rows = map(json.loads, DEMONSTRATIONS.with_suffix(".jsonl").read_text().splitlines())
+    rows = map(json.loads, DEMONSTRATIONS.with_suffix(".jsonl").read_text(encoding="utf-8").splitlines())
     texts, folder = [message["content"] for row in rows for message in row["messages"]], "untrained"
 
 tokens = Tokenizer(models.BPE())
