@@ -185,10 +185,13 @@ def perform(stage: Stage, ledger: StageLedger, folder: Path) -> int:
         command = prepare_training(command, ledger.was_begun(stage), folder)
     log, started = folder / "logs" / f"{stage.name}.log", time.monotonic()
     ledger.record(stage, 0.0, done=False)
+    (note := folder / "exit.json").unlink(missing_ok=True)
     status = forward(command, log, os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})
     ledger.record(stage, time.monotonic() - started, done=status == 0)
     if status:
-        console.rule(f"{stage.name} failed with exit code {status}; the end of {log}:", style="red")
+        if note.exists():  # torchrun replaces the code of a training by 1
+            status = json.loads(note.read_text(encoding="utf-8"))["code"] or status
+        console.rule(f"{stage.name} ended with exit code {status}; the end of {log}:", style="red")
         print("\n".join(last_lines(log.read_text(errors="replace", encoding="utf-8"))), file=sys.stderr)
     return status
 
