@@ -9,11 +9,11 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any, Literal
 
 MAX_LINE = 200  # characters of foreign text in one line
-OUTPUTS = {"stdout": 1, "stderr": 2}
+OUTPUTS = {"stdout": (1, redirect_stdout), "stderr": (2, redirect_stderr)}
 
 
 def printable(text: Any) -> str:
@@ -66,7 +66,7 @@ def drop_unwritable(*names: Literal["stdout", "stderr"]) -> None:
     Characters that the encoding lacks are written as escapes.
     """
     for name in names:
-        stream, number = getattr(sys, name), OUTPUTS[name]
+        stream, (number, redirect) = getattr(sys, name), OUTPUTS[name]
         if stream is None:  # closed: the next file that is opened would be this output of the C libraries
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         raw = Droppable(number, "w", closefd=False)
@@ -78,4 +78,4 @@ def drop_unwritable(*names: Literal["stdout", "stderr"]) -> None:
             line_buffering=getattr(stream, "line_buffering", True),
             write_through=unbuffered,
         )
-        setattr(sys, name, new)
+        redirect(new).__enter__()  # until the process ends

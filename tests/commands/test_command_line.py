@@ -221,6 +221,15 @@ def test_the_text_of_a_users_sys_exit_is_printed(
     assert capsys.readouterr().err == "MY_TOKEN is not set\n"
 
 
+def test_a_locale_without_utf_8_is_one_line_with_the_remedy() -> None:
+    ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+    code = "from megatron_stppo.cluster.launch import process; process.prepare()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ascii, capture_output=True, text=True
+    )
+    assert "ConfigError: the locale's encoding is ascii: set PYTHONUTF8=1, or LC_ALL=C.UTF-8" in done.stderr
+
+
 def test_an_exit_json_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
     config = Config.model_validate({"model": {"path": "m"}, "run": {"root": tmp_path}})
     with pytest.raises(CheckpointError, match="disk"), noting_the_end(config):

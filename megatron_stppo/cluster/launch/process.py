@@ -6,9 +6,11 @@ replaced, and megatron after that.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import importlib
 import importlib.util
+import locale
 import logging
 import os
 import random
@@ -88,8 +90,11 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
     """Set up what must be in place before megatron is imported.
 
     A second call with the same arguments does nothing. `engine=False` does not import vLLM. device="meta" is
-    for a dry run, in which no GPU may be visible.
+    for a dry run, in which no GPU may be visible. Raises ConfigError for a locale without UTF-8.
     """
+    encoding = codecs.lookup(locale.getencoding()).name
+    if encoding != "utf-8" and not sys.flags.utf8_mode:  # torch reads its own sources in this encoding
+        raise ConfigError(f"the locale's encoding is {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
     logging.basicConfig(level=logging.WARNING, format=LINE)
     _print_safely(logging.getLogger())
     _ignore_warnings()
