@@ -248,12 +248,12 @@ def circle(imports: Mapping[str, set[str]]) -> list[str]:
 
 
 def replaced(tree: ast.Module) -> Iterator[str]:
-    """Yield the attributes of imported modules and classes to which a file assigns; not sys.stdout."""
+    """Yield the attributes of imported modules and classes to which a file assigns."""
     nodes = list(ast.walk(tree))
     aliases = [
         alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
     ]
-    imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases} - {"sys"}
+    imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             if root(node) in imported:

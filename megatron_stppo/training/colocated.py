@@ -109,12 +109,13 @@ class Worker:
         process.stop()
 
     def publish(self, version: int) -> None:
-        """Wake the engine and copy the policy's weights to it, as policy version `version`."""
+        """Wake the engine and copy the policy's weights to it, as `version`, unless it has them."""
         self.learner.load_for("reshard")
         torch.cuda.empty_cache()  # the engine takes its memory from the driver, not from torch's cache
         if self.engine.wake_weights():
             self.reshard.forget()
-        self.reshard.sync(version)
+        if not self.reshard.holds(version):
+            self.reshard.sync(version)
         self.learner.load_for("rollout")
         torch.cuda.empty_cache()  # free the reshard's buffers before the key-value cache is allocated
         self.engine.wake()

@@ -99,7 +99,7 @@ def train(
         observer.log(done, row)
         # checkpoint: after observer.log, so that no run resumes after an iteration that was not reported
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
-            training.checkpoint(done)
+            training.checkpoint(done, ends=leave or done == run.iterations)
         training.saver.check()
         if leave:
             break
@@ -186,12 +186,16 @@ class _Training:
             assert self.held is not None, "evaluations are due only with run.evaluate_every"
             return held_out(self.rollouts, self.held)
 
-    def checkpoint(self, done: int) -> None:
-        """Start to write a checkpoint. The next row reports how long this takes. Collective."""
+    def checkpoint(self, done: int, ends: bool) -> None:
+        """Start to write a checkpoint. The next row reports how long this takes. Collective.
+
+        ends: whether nothing is played afterwards, so that the engine may stay asleep.
+        """
         with self.observer.phase("checkpoint"):
             self.rollouts.load_for("checkpoint")
             self._save(done)
-            self.rollouts.publish(version=done)
+            if not ends:
+                self.rollouts.publish(version=done)
 
     def _save(self, done: int, owed: dict[str, Any] | None = None) -> None:
         save(self.rollouts, self.saver, self.guard, done, owed)

@@ -117,6 +117,10 @@ class Resharder:
             raise ReshardError(f"the engine's weights are poisoned ({self._reason}); run a whole sync first")
         return self._version
 
+    def holds(self, version: int) -> bool:
+        """Return whether the engine has all rows of `version`. The same on all ranks."""
+        return not self._reason and self._version == version
+
     def forget(self) -> None:
         """Have the next sync write all rows, because the engine has lost them. Call it on all ranks."""
         self._reason = "the engine has released its memory"
