@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from megatron_stppo.base.types import Turn
-from megatron_stppo.replicas.trainer.member import send_episodes
+from megatron_stppo.replicas.trainer.playing import send_episodes
 from megatron_stppo.replicas.wire.episodes import Unfinished, decode_episodes, encode_episodes
 from megatron_stppo.replicas.wire.messages import (
     Assignment,

@@ -24,8 +24,13 @@ from megatron_stppo.parallel.weight_tree import Hop, Node, WeightTree
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
-from megatron_stppo.replicas.trainer.member import Member, send_episodes, shares
-from megatron_stppo.replicas.trainer.records import EpisodeRecords, versions_of
+from megatron_stppo.replicas.trainer.playing import (
+    EpisodeRecords,
+    Member,
+    send_episodes,
+    shares,
+    versions_of,
+)
 from megatron_stppo.replicas.wire import messages
 from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.episodes import Done, Unfinished

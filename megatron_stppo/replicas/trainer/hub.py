@@ -18,7 +18,7 @@ from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.local import GRACE, LEAVING
-from megatron_stppo.replicas.trainer.records import versions_of
+from megatron_stppo.replicas.trainer.playing import versions_of
 from megatron_stppo.replicas.wire.episodes import Done, Unfinished
 from megatron_stppo.replicas.wire.messages import Assignment, Counters, Receive, Stop, TellUnfinished
 

@@ -1,13 +1,8 @@
 """Messages between the trainer's first rank and the first rank of a replica, and their payloads in msgpack.
 
-A replica joins:    Hello -> Receive, or Stop.
-It plays episodes:  Play -> Done, one per episode. The trainer never assigns more than `capacity` at a time.
-It is updated:      Announce -> Ready -> Receive. Until Receive it plays on; with `drain` it starts no turn.
-                    The sender is the trainer, or a replica that gets Give. Both ends join the group of the
-                    Route, the weights are sent, and replicas answer Moved.
-It is recorded:     TellUnfinished -> an Unfinished per episode in progress, then ToldUnfinished.
-It leaves:          Stop from the trainer; Unfinished and ReplicaEnds from the replica.
-Both sides send signs of life regularly. A side that is silent for serving.timeout is lost.
+replicas/__init__.py has their order. A replica plays at most `capacity` episodes at a time. After Announce it
+plays on until Receive; with `drain` it starts no turn. Weights come from the trainer, or from a replica that
+gets Give: both ends join the group of the Route, and replicas answer Moved. Both sides send signs of life.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""One replica as the trainer sees it, and how waiting episodes are shared out."""
+"""What replicas play: which episodes each of them gets, and what those in progress have played so far."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from megatron_stppo.parallel.weight_tree import Node
+from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.wire.channel import Channel
+from megatron_stppo.replicas.wire.episodes import PackedRecord, Unfinished
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import Assignment, Counters, Hello, Play
 
@@ -55,3 +57,47 @@ def shares(waiting: int, playing: Sequence[int], capacity: Sequence[int]) -> lis
             break
         given[min(free, key=lambda i: (playing[i] + given[i], -i))] += 1
     return given
+
+
+class EpisodeRecords:
+    """What each episode in progress has played, as replicas have told, by its number: for checkpoints, and to
+    continue it on another replica."""
+
+    def __init__(self, expected: Expected) -> None:
+        self._expected = expected
+        self._records: dict[int, PackedRecord] = {}
+
+    def __iter__(self) -> Iterator[Unfinished]:
+        return (Unfinished(number, record) for number, record in self._records.items())
+
+    def keep(self, told: Unfinished, held: Collection[int]) -> str:
+        """Keep a record. Return why it is not possible, or "".
+
+        held: the versions that the replica has got.
+        """
+        known = {*held, *self.versions(told.number)}
+        if why := self._expected.record_fault(told.record, known):
+            return why
+        self._records[told.number] = told.record
+        return ""
+
+    def of(self, number: int) -> PackedRecord:
+        """Return the record of an episode; () if it has none."""
+        return self._records.get(number, ())
+
+    def versions(self, number: int) -> set[int]:
+        """Return the versions in the record of an episode, which its next replica may name."""
+        return versions_of(self.of(number))
+
+    def drop(self, number: int) -> None:
+        """Forget an episode that has ended."""
+        self._records.pop(number, None)
+
+    def recall(self, unfinished: Collection[Unfinished]) -> None:
+        """Begin with the records of a checkpoint."""
+        self._records = {one.number: one.record for one in unfinished}
+
+
+def versions_of(record: PackedRecord) -> set[int]:
+    """Return the versions of a record's tokens."""
+    return {version for _, turns in record for _, _, versions, *_ in turns for version, _ in versions}
