@@ -80,7 +80,7 @@ def _lose_an_update() -> None:
     sync = Link.sync
 
     def lost(link, version):
-        target = link._reshard._each._exchange._target
+        target = link._reshard._exchanges[-1]._target
         before = {name: tensor.detach().clone() for name, tensor in target.items()}
         report = sync(link, version)
         if version == 2:
