@@ -10,9 +10,9 @@ Every message is then sent as its length, a code and its bytes. The code is a ke
 the message's number, so that nobody without the key can add, change, repeat or leave out a message. Nothing
 is encrypted. This file imports the standard library only.
 
-libzmq with CURVE takes in as many episodes or more, and would encrypt. But it bounds neither the connections
-without a key, nor what each of them holds below the size of the largest message, nor the number of parts of a
-message, with which one replica fills the trainer's memory; and it cannot close the connection of one peer.
+libzmq with CURVE takes in about as many episodes per second, and encrypts them. But it bounds neither the
+connections without a key, nor what each of them holds below the size of the largest message, nor the number
+of parts of a message, with which one replica fills the trainer's memory.
 """
 
 from __future__ import annotations
