@@ -11,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from megatron_stppo.checkpoint import step_folder
+from megatron_stppo.commands.open_run import open_config
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config.file import load
 from megatron_stppo.data.text.tokenizer_files import digests
@@ -23,7 +24,13 @@ from megatron_stppo.validation.run_folder import (
     finished,
     with_own_model,
 )
-from megatron_stppo.validation.sources import check_left, check_replay, check_source
+from megatron_stppo.validation.sources import (
+    check_audit,
+    check_left,
+    check_pretraining,
+    check_replay,
+    check_source,
+)
 from tests.validation.conftest import SHAPE
 
 # Of a checkpoint of an asynchronous run, in which 96 groups were trained on and 32 are open.
@@ -155,16 +162,23 @@ def test_weights_of_a_run_are_not_combined_with_another_tokenizer_or_template(
     model, other = tmp_path / "model", tmp_path / "other"
     config, changed = load(path), load(path, [f"model.path={other}"])
     run = config.run.folder
+    write_step(run / "checkpoints", 3, shape={}, tokenizer=digests(model) | {"tokenizer": "0"})
     write_step(run / "checkpoints", 4, shape={"vocab": 1024}, tokenizer=digests(model))
+    with pytest.raises(ConfigError, match=r"its tokenizer differs from that of .*step_3;"):
+        check_step(config, run, "checkpoint", "step_3")
     attempts.record(config, 0)
+    (run / "trajectories" / "iteration-1").mkdir(parents=True)
     checks = (
+        partial(check_audit, changed, run),
         partial(check_step, changed, run, "checkpoint", "latest"),
         partial(check_step, changed, run, "checkpoint", "step_4"),
         partial(check_resume, changed),
     )
     for name, text, said in (
         ("README.md", "", ""),
+        ("tokenizer_config.json", '{"is_local": true, "model_max_length": 2048}', ""),
         ("tokenizer_config.json", '{"chat_template": "not read beside chat_template.jinja"}', ""),
+        ("tokenizer_config.json", '{"add_bos_token": true}', "tokenizer differs"),
         ("chat_template.jinja", "{{ messages[0] }}", "chat template differs"),
         ("tokenizer.json", '{"version": "2"}', "tokenizer differs"),
         ("generation_config.json", '{"eos_token_id": 1}', "end-of-text ids differs"),
@@ -202,12 +216,22 @@ def test_a_runs_checkpoints_and_records_belong_to_the_model_that_it_had(
     assert f"model.path={tmp_path}/model, that of the run in {run}, not {other}" in capsys.readouterr().err
     assert with_own_model(changed, given) is changed
     assert with_own_model(config, []) is config
+    (asked := path.with_name("other.yaml")).write_text(dumped := changed.dump())
+    assert str(other) in dumped
+    assert open_config(asked, [], "convert", world=2, checkpoint=True).model.path == tmp_path / "model"
     shutil.copytree(tmp_path / "model", other)
     (other / "chat_template.jinja").write_text("{{ messages[0] }}")  # records have token ids
     check_tokens(changed, "RUN_DIR", run)
     Tokenizer(models.BPE({"a": 1, " ": 0}, [])).save(str(other / "tokenizer.json"))
-    with pytest.raises(ConfigError, match=f"other: its tokenizer gives 2 of RUN_DIR={run}'s 2 tokens"):
-        check_tokens(changed, "RUN_DIR", run)
+    (run / "trajectories" / "iteration-1").mkdir(parents=True)
+    new = load(path, [*given, "run.name=new"])
+    for check, field in (
+        (partial(check_replay, new, "rollouts", run, None), "RUN_DIR"),
+        (partial(check_audit, new, run), "RUN_DIR"),
+        (partial(check_pretraining, new, run), "--critic"),
+    ):
+        with pytest.raises(ConfigError, match=f"other: its tokenizer gives 2 of {field}={run}'s 2 tokens"):
+            check()
     (tmp_path / "model").rename(tmp_path / "moved")
     assert with_own_model(changed, []) is changed
 

@@ -15,6 +15,8 @@ from megatron_stppo.config import ConfigError
 
 SETTINGS, TEMPLATE = "tokenizer_config.json", "chat_template"
 ENDS = ("config.json", "generation_config.json")  # files with the ids that end a text
+# Settings that have no part in the ids. transformers writes the last three anew when it saves a tokenizer.
+OTHERS = (TEMPLATE, "model_max_length", "name_or_path", "is_local", "local_files_only")
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -24,7 +26,7 @@ def digests(folder: Path) -> dict[str, str]:
     file cannot be read.
     """
     tokenizer = folder / "tokenizer.json"
-    settings = {name: value for name, value in json_object(folder / SETTINGS).items() if name != TEMPLATE}
+    settings = {name: value for name, value in json_object(folder / SETTINGS).items() if name not in OTHERS}
     ends = [json_object(folder / name).get("eos_token_id") for name in ENDS]
     parts = {
         "tokenizer": [text(tokenizer) if tokenizer.exists() else "", settings],
