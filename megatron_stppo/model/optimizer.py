@@ -41,8 +41,9 @@ class Trainer:
         """iterations: those that the warm-up is a share of, of `updates_each` optimizer steps."""
         self.model = list(model)  # this rank's chunks
         self.settings = settings
-        self.iterations, self._updates_each = iterations, updates_each
-        self.warmup = self._warmup()
+        self.iterations: int | None = iterations  # None: not known, from a checkpoint without them
+        self._updates_each = updates_each
+        self.warmup = self._warmup(iterations)
         self.updates = 0  # optimizer steps taken
         self.skipped = 0  # steps not taken because a number was not finite
         self.memory = StepMemory()  # the actor's
@@ -152,14 +153,14 @@ class Trainer:
         if state is not None:
             self.optimizer.load_state_dict(state)
         self.updates, self.skipped, self.memory = updates, skipped, StepMemory.of(memory or {})
-        self.iterations = iterations or self.iterations
-        self.warmup = self._warmup() if iterations else warmup
+        self.iterations = iterations
+        self.warmup = warmup if iterations is None else self._warmup(iterations)
         self._configure()
         self._set_adam_steps(updates)
 
-    def _warmup(self) -> int:
+    def _warmup(self, iterations: int) -> int:
         """Return the length of the warm-up, in optimizer steps."""
-        return math.ceil(self.settings.warmup_fraction * (self.iterations * self._updates_each))
+        return math.ceil(self.settings.warmup_fraction * (iterations * self._updates_each))
 
     def _configure(self) -> None:
         """Set the fields of `settings` that megatron's state has too: a checkpoint may have other values."""

@@ -58,6 +58,7 @@ def resumed_optimizers(folder: str) -> tuple[set[tuple[Any, ...]], dict[str, int
     def warm_up(*given: Any, iterations: int | None = 10, **own: Any) -> int:
         changed = trainer(*given, **{"warmup_fraction": 0.5} | own)
         changed.restore(None, updates=7, skipped=0, warmup=5, iterations=iterations)
+        assert changed.iterations == iterations, "what the next checkpoint has"
         return int(changed.warmup)
 
     warm_ups = {

@@ -93,6 +93,8 @@ def test_ctrl_c_writes_a_checkpoint_and_a_resumed_run_reports_its_changes(config
         "code": 85,
         "reason": f"{step.name} of 99 is checkpointed and can be resumed: SIGINT",
     }
+    state = json.loads((step / "state.json").read_text())
+    assert state["trainers"]["actor"][-1] == 99, "the iterations that the warm-up is a share of"
     before = files(run)
     for other, said in (
         (f"model.path={config.parent / 'experts'}", "its experts=4, that of"),
