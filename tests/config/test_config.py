@@ -330,19 +330,24 @@ def test_a_configuration_in_a_runs_folder_is_that_of_the_run_there(
 ) -> None:
     """The folder may be a copy, or may have been moved: the run that it was made from is not its own."""
     original, copy = tmp_path / "runs" / "a", tmp_path / "kept" / "b"
-    text = minimal(tmp_path).read_text() + f"run: {{root: {original.parent}, name: a}}\n"
+    text = minimal(tmp_path).read_text() + f"run: {{root: {original.parent}, name: a, seed: 7}}\n"
+    files = ("config.yaml", "configs/attempt-1.yaml", "serving/config.yaml")
     for folder in (original, copy):
-        (folder / "configs").mkdir(parents=True)
-        for file in ("config.yaml", "configs/attempt-1.yaml"):
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(text)
-        for file in ("config.yaml", "configs/attempt-1.yaml"):
+        for file in files:
             assert load(folder / file).run.folder == folder
+            assert load(folder / file).run.seed == 7
     assert load(copy / "config.yaml", ["run.name=c"]).run.folder == copy.with_name("c")
     assert load(copy / "config.yaml", [f"run.root={original.parent}", "run.name=a"]).run.folder == original
     monkeypatch.chdir(copy)
     assert load(Path("config.yaml")).run.folder == copy
     (copy / "config.yaml").write_text(text.replace("name: a", 'name: "\\0"'))
     assert load(copy / "config.yaml").run.folder == copy
+    (copy / "config.yaml").write_text("run: 3")
+    with pytest.raises(ConfigError, match="run=3: is not a section"):
+        load(copy / "config.yaml")
     (link := tmp_path / "runs" / "newest").symlink_to("a")
     assert load(link / "config.yaml").run.folder == original
 
@@ -358,3 +363,4 @@ def test_a_configuration_beside_checkpoints_that_may_be_of_another_run_is_refuse
     assert f"its run is runs/run; give {' '.join(given)} for the run" in str(raised.value)
     assert load(path, given).run.folder == tmp_path
     assert load(path, ["run.name=run"]).run.folder == Path("runs/run")
+    assert load(path, ["run.root=other"]).run.folder == Path("other/run")
