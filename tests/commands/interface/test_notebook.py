@@ -6,6 +6,7 @@ one process, with the real training and evaluation.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import megatron_stppo
 
 NOTEBOOK = Path(__file__).parents[3] / "examples" / "notebook" / "first_run.ipynb"
 
@@ -29,7 +32,10 @@ def test_the_notebook_explains_every_cell_and_has_no_outputs() -> None:
     assert len(cells("markdown")) > len(code) >= 5
     assert not [cell for cell in code if cell["outputs"] or cell["execution_count"]]
     for cell in code:
-        compile("".join(cell["source"]), cell["id"], "exec")
+        tree = ast.parse("".join(cell["source"]), cell["id"])
+        imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+        ours = {alias.name for node in imports if node.module == "megatron_stppo" for alias in node.names}
+        assert ours <= set(megatron_stppo.__all__)
 
 
 @pytest.mark.long
