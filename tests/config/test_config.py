@@ -348,6 +348,10 @@ def test_a_configuration_in_a_runs_folder_is_that_of_the_run_there(
     (copy / "config.yaml").write_text("run: 3")
     with pytest.raises(ConfigError, match="run=3: is not a section"):
         load(copy / "config.yaml")
+    own = tmp_path / "configs" / "attempt-baseline.yaml"  # of a project, not of a run
+    own.parent.mkdir()
+    own.write_text(text)
+    assert load(own).run.folder == original
     (link := tmp_path / "runs" / "newest").symlink_to("a")
     assert load(link / "config.yaml").run.folder == original
 
