@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("data",),
     ("environments", "weights"),
     ("model",),
+    ("families",),
     ("cluster",),
     ("checkpoint", "observe"),
     ("plan", "rollout", "validation"),
@@ -37,7 +38,7 @@ FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
 PLATFORM = {
     "parallel/cpu_platform.py",
     "rollout/vllm/cpu_layers.py",
-    "rollout/vllm/cpu_delta_net.py",
+    "families/qwen3_next/cpu_engine.py",
 }
 # --help must not import torch. vLLM, the CPU platform and megatron must be imported in this order.
 LAZY = {"commands", "cluster/launch/process.py", "parallel/cpu_platform.py"}
@@ -85,10 +86,10 @@ def test_no_two_classes_of_the_package_share_a_name() -> None:
 
 
 def test_the_package_can_be_held_in_the_head() -> None:
-    """At most 20 rooms, 14 modules in a folder, and no module beside the rooms."""
+    """At most 21 rooms, 14 modules in a folder, and no module beside the rooms."""
     modules = [path for path in sources() if path.name != "__init__.py"]
     in_folder = collections.Counter(path.parent for path in modules)
-    assert len(FLOOR) - 2 <= 20
+    assert len(FLOOR) - 2 <= 21
     assert {str(path) for path in modules if path.parent == Path()} == {"__main__.py"}
     assert not {str(folder): count for folder, count in in_folder.items() if count > 14}
 

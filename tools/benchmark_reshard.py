@@ -32,6 +32,7 @@ from torch import Tensor
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config.file import validate
+from megatron_stppo.families.llama import Qwen3
 from megatron_stppo.ops import BucketCopy, extension
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_layout import check_layout, check_stages
@@ -68,7 +69,7 @@ def model(given: argparse.Namespace) -> ModelShape:
     """Return a Qwen3 shape: heads of 128, half as many KV heads, an MLP of 3 x hidden, untied embeddings."""
     heads = given.hidden // 128
     sizes = (given.layers, given.hidden, heads, max(1, heads // 2), 128, 3 * given.hidden, given.vocab)
-    return ModelShape("qwen3", *sizes, False, False, True, 1e4, 1e-6, 4096)
+    return Qwen3("qwen3", *sizes, False, 1e4, 1e-6, 4096)
 
 
 def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: torch.device) -> Measured:

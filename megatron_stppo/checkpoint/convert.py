@@ -28,9 +28,13 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.raise_together import raise_together
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Resharder
-from megatron_stppo.weights.sharding.families import FAMILIES
-from megatron_stppo.weights.sharding.hf_fields import text_fields
-from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes, read_shape
+from megatron_stppo.weights.sharding.hf_names import (
+    Head,
+    ModelShape,
+    hf_shapes,
+    read_shape,
+    text_fields,
+)
 from megatron_stppo.weights.sharding.hf_write import (
     FILE_BYTES,
     as_stored,
@@ -71,19 +75,20 @@ def export_hf(
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
     dtype = next(iter(parameters.values())).dtype
-    on_first(group, lambda: _begin(folder, partial, Path(template), dtype, head))
+    on_first(group, lambda: _begin(folder, partial, Path(template), shape, dtype, head))
     shapes = hf_shapes(shape, head)
-    files = by_file(shapes, dtype, file_bytes)
+    files = by_file(shape, shapes, dtype, file_bytes)
     for name, keys in files.items():
-        whole = gather(parameters, layouts, shapes, keys, terms, group)
-        held = as_stored(whole)
+        whole = gather(parameters, layouts, shape, shapes, keys, terms, group)
+        held = as_stored(shape, whole)
         on_first(group, functools.partial(write_tensors, held, partial / name, partial / "config.json"))
-    on_first(group, lambda: finish(folder, partial, files, shapes, dtype))
+    on_first(group, lambda: finish(folder, partial, shape, files, shapes, dtype))
 
 
 def gather(
     parameters: Mapping[str, Tensor],
     layouts: Mapping[int, Spans],
+    shape: ModelShape,
     shapes: Mapping[str, Sequence[int]],
     keys: Collection[str],
     terms: Mapping[tuple[str, str], Term] | None = None,
@@ -97,14 +102,17 @@ def gather(
     some = next(iter(parameters.values()))
     mine = keys if dist.get_rank(group) == 0 else ()
     whole = {
-        key: torch.empty(*shapes[key], dtype=type_of(key, some.dtype), device=some.device) for key in mine
+        key: torch.empty(*shapes[key], dtype=type_of(shape, key, some.dtype), device=some.device)
+        for key in mine
     }
-    targets, widths = {0: whole_spans({key: shapes[key] for key in keys})}, widths_of(shapes)
+    targets, widths = {0: whole_spans(shape, {key: shapes[key] for key in keys})}, widths_of(shape, shapes)
     Resharder(parameters, whole, layouts, targets, widths, terms, group=group).sync(0)
     return {key: tensor.cpu() for key, tensor in whole.items()}
 
 
-def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, head: Head) -> None:
+def _begin(
+    folder: Path, partial: Path, template: Path, shape: ModelShape, dtype: torch.dtype, head: Head
+) -> None:
     check_absent("output", folder)
     shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
     partial.mkdir(parents=True)
@@ -116,7 +124,7 @@ def _begin(folder: Path, partial: Path, template: Path, dtype: torch.dtype, head
     config = text_fields(template, json.loads((partial / "config.json").read_text(encoding="utf-8")))
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     if head == "value":
-        named = FAMILIES[config["model_type"]].architecture.replace("CausalLM", "TokenClassification")
+        named = shape.architecture.replace("CausalLM", "TokenClassification")
         config |= {"architectures": [named], "num_labels": 1}
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 

@@ -64,7 +64,7 @@ def export_peft(
     lora = config.model.lora
     layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in range(mesh.world)}
     shapes = adapter_shapes(shape, lora.rank, lora.names)
-    whole = gather(parameters, layouts, shapes, shapes)
+    whole = gather(parameters, layouts, shape, shapes, shapes)
     settings = adapter_config(lora, config.model.path, whole)
     recorded = {DIGEST: weights_digest(config.model.path, shape)} | digests(config.model.path)
     on_first(None, lambda: _write(Path(folder), settings, whole, recorded))

@@ -17,7 +17,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
-from megatron_stppo.weights.sharding.spans import LayerSpec
+from megatron_stppo.weights.sharding.parts import LayerSpec
 
 HF = "a Hugging Face folder with `convert to-hf`"
 

@@ -48,11 +48,11 @@ def import_gguf(file: Path, folder: Path, dtype: torch.dtype, shown: Shown = lis
             ids["eos_token_id"] = [ids["eos_token_id"], turn]
         (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
         shapes = hf_shapes(shape)
-        files = by_file(shapes, dtype)
+        files = by_file(shape, shapes, dtype)
         for name, keys in files.items():
             tensors = {key: decode(found[key], dtype) for key in shown(keys)}
             write_tensors(tensors, partial / name, partial / "config.json")
-        finish(folder, partial, files, shapes, dtype)
+        finish(folder, partial, shape, files, shapes, dtype)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return shape

@@ -1,4 +1,4 @@
-"""The command `import-mxfp4`: writes GPT-OSS's experts, which are published in MXFP4, in bfloat16.
+"""The command `import-mxfp4`: writes a model whose experts are published in MXFP4 in bfloat16.
 
 In MXFP4 (Open Compute Project, "Microscaling Formats", version 1.0) 32 numbers of a row share one scale, a
 power of two. A number has 4 bits: a sign, two bits of the exponent and one of the mantissa.
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_stppo.base.files import check_absent
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.hf_files import entries
-from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes, read_shape
+from megatron_stppo.weights.sharding.hf_files import in_files
+from megatron_stppo.weights.sharding.hf_names import ModelShape, families, hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import by_file, finish, stacks, write_tensors
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits; the fourth is the sign
@@ -39,21 +39,21 @@ def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
     shutil.rmtree(partial, ignore_errors=True)  # left by an import that was killed
     try:
         shape = _begin(source, partial)
-        shapes, paths = hf_shapes(shape), {entry.key: entry.path for entry in entries(source).values()}
-        files = by_file(shapes, torch.bfloat16)
+        shapes, paths = hf_shapes(shape), {entry.key: entry.path for entry in in_files(source)}
+        files = by_file(shape, shapes, torch.bfloat16)
         for name, keys in files.items():
             tensors = {}
-            for stored in shown([*stacks(keys)]):
+            for stored in shown([*stacks(shape, keys)]):
                 tensors[stored] = _tensor(source, stored, paths)
-                one, *_ = names = stacks(keys)[stored]
-                size = shapes[one] if names == [stored] else (len(names), *reversed(shapes[one]))
+                one, *_ = names = stacks(shape, keys)[stored]
+                size = (len(names), *reversed(shapes[one])) if shape.is_stack(stored) else shapes[one]
                 if tensors[stored].shape != size:
                     raise ConfigError(
                         f"{source}: tensor {stored!r} has shape {[*tensors[stored].shape]}, its config.json "
                         f"gives {[*size]}; fetch the folder again"
                     )
             write_tensors(tensors, partial / name, partial / "config.json")
-        finish(folder, partial, files, shapes, torch.bfloat16)
+        finish(folder, partial, shape, files, shapes, torch.bfloat16)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return shape
@@ -69,10 +69,11 @@ def _begin(source: Path, partial: Path) -> ModelShape:
             f"{source}: config.json with quantization_config.quant_method=mxfp4 is needed ({error!r}); give "
             "the folder of the published model"
         ) from None
-    if method != "mxfp4" or fields.get("model_type") != "gpt_oss":
+    published = [name for name, family in families().items() if family.quantised == "mxfp4"]
+    if method != "mxfp4" or fields.get("model_type") not in published:
         raise ConfigError(
             f"{source}: model_type={fields.get('model_type')!r} with quant_method={method!r} is not "
-            "supported; give a folder of gpt_oss in mxfp4"
+            f"supported; give a folder of {' or '.join(published)} in mxfp4"
         )
     partial.mkdir(parents=True)
     for path in sorted(source.iterdir()):

@@ -127,11 +127,11 @@ def import_gguf(
 )
 def import_mxfp4(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="folder of GPT-OSS in MXFP4", show_default=False)
+        Path, typer.Argument(metavar="SOURCE", help="folder of a model in MXFP4", show_default=False)
     ],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="new folder to write", show_default=False)],
 ) -> None:
-    """Write GPT-OSS's published weights in bfloat16, as a folder which model.path accepts."""
+    """Write weights that are published in MXFP4 in bfloat16, as a folder which model.path accepts."""
     from rich.progress import track
 
     from megatron_stppo.checkpoint import import_mxfp4 as mxfp4

@@ -100,6 +100,11 @@ class ModelConfig(Section):
 
     lora: LoraConfig = LoraConfig()
 
+    @property
+    def in_torch(self) -> ModelConfig:
+        """A copy whose layers are operations of torch; other kernels have no shapes without data."""
+        return self.model_copy(update={"delta_net": "torch"})
+
     def float32_logits(self, on_gpu: bool) -> bool:
         """Return whether logits are computed in float32 even if the model is in bfloat16."""
         return self.head_dtype == "float32" or (self.head_dtype == "auto" and on_gpu)

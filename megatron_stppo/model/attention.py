@@ -14,15 +14,15 @@ import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,7 +31,6 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_stppo.data import context
 from megatron_stppo.data.packing import Microbatch
-from megatron_stppo.model.delta_net.sequences import Sequences
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
 
@@ -66,6 +65,7 @@ def repeated_heads(x: Tensor, query: Tensor, dim: int) -> Tensor:
 
 
 _varlen_attn = for_groups(varlen_attn)
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,35 @@ class Rotation:
             return torch.cat((self(x[..., :rotated]), x[..., rotated:]), dim=-1)
         first, second = x.chunk(2, dim=-1)
         return x * self.cosine + torch.cat((-second, first), dim=-1) * self.sine
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The packed sequences of a micro-batch.
+
+    Example: sequences of 2 and 3 tokens are Sequences(tensor([0, 1, 0, 1, 2]), (2, 3)).
+    """
+
+    position_P: Tensor  # int64: index of each token in its sequence
+    lengths: tuple[int, ...]
+    _made: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64 [sequences + 1]: the first token of each sequence, and P. Example: [0, 2, 5]."""
+        return to_device(torch.tensor([0, *accumulate(self.lengths)]), self.position_P.device)
+
+    @cached_property
+    def number_P(self) -> Tensor:
+        """int32: the number of each token's sequence. Example: [0, 0, 1, 1, 1]."""
+        return ((self.position_P == 0).cumsum(0) - 1).int()
+
+    def once(self, make: Callable[[Sequences], Made]) -> Made:
+        """Return make(self), which is computed for the first of a model's layers."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        found: Made = self._made[make]
+        return found
 
 
 @dataclass
@@ -323,24 +352,3 @@ class PackedAttention(torch.nn.Module):
         )  # fmt: skip
         assert isinstance(out, Tensor)  # a pair only if log-sum-exps are asked for
         return out
-
-
-class GatedAttention(SelfAttention):
-    """Attention whose result is multiplied by sigmoid of a gate, which linear_qkv computes beside queries."""
-
-    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
-        """Return query, key, value and gate.
-
-        With more tensor ranks than groups of heads, megatron gives a rank its queries of a group, but the
-        gates of the whole group.
-        """
-        query, key, value, gate = super().get_query_key_value_tensors(*args, **kwargs)
-        own, whole = query.shape[2], gate.shape[2]
-        if own < whole:
-            first = dist.get_rank(self.pg_collection.tp) % (whole // own) * own
-            gate = gate[:, :, first : first + own]
-        return query, key, value, gate
-
-    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """megatron compiles this product with torch.compile, which the CPU platform has not."""
-        return x * gate.reshape(x.shape).sigmoid()

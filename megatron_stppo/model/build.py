@@ -15,10 +15,9 @@ from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.model import adapters, fusions
-from megatron_stppo.model.delta_net.kernels import chosen
 from megatron_stppo.model.experts import expert_rows, grouped_experts
 from megatron_stppo.model.experts.routing import attach
-from megatron_stppo.model.layers import block_spec, layer_spec
+from megatron_stppo.model.layers import layer_spec, layers_of
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel, ValueHead, share
 from megatron_stppo.parallel.groups import MeshRank
@@ -38,8 +37,9 @@ from megatron_stppo.weights.sharding.low_rank import (
     low_rank_terms,
     scaled_terms,
 )
+from megatron_stppo.weights.sharding.parts import LayerSpec
 from megatron_stppo.weights.sharding.peft_tensors import check_base, load_peft
-from megatron_stppo.weights.sharding.spans import LayerSpec, chunk_prefix, training_spans
+from megatron_stppo.weights.sharding.spans import chunk_prefix, training_spans
 from megatron_stppo.weights.sharding.tiles import Spans
 
 VALUE_HEAD = ("output_layer.weight", "output_layer.bias")
@@ -69,7 +69,6 @@ def transformer_config(
         "kv_channels": shape.head_dim,
         "qk_layernorm": shape.qk_norm,
         "add_qkv_bias": shape.qkv_bias,
-        "attention_output_gate": shape.output_gate,
         # a checkpoint then has a tensor per layer; else one tensor has a weight of all layers
         "hetereogenous_dist_checkpoint": shape.recurrent_layers > 0,
         "add_bias_linear": False,
@@ -113,9 +112,7 @@ def transformer_config(
     given = dict(config.megatron)
     if "attention_backend" in given:
         given["attention_backend"] = AttnBackend[given["attention_backend"]]
-    settings = TransformerConfig(**(fields | given))
-    settings.add_bias_linear = shape.bias  # megatron refuses biases of experts with tensor parallelism
-    return settings
+    return layers_of(shape, config, dtype).settings(fields | given)
 
 
 def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
@@ -129,8 +126,6 @@ def _experts(shape: ModelShape, spec: LayerSpec) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",  # only the policy gradient trains the router
         "moe_grouped_gemm": spec == "transformer_engine",
-        "moe_shared_expert_intermediate_size": shape.shared_ffn or None,
-        "moe_shared_expert_gate": shape.shared_ffn > 0,
     }
 
 
@@ -149,10 +144,9 @@ def build(
     reference has none unless model.lora.path gives initial ones.
     trunk: the actor's chunks, whose frozen weights the model uses instead of its own.
     """
-    settings = transformer_config(shape, config, mesh, dtype)
+    layers, settings = layers_of(shape, config, dtype), transformer_config(shape, config, mesh, dtype)
     if trunk is not None:  # megatron then leaves the device to torch
         settings.use_cpu_initialization, settings.perform_initialization = True, False
-    kernels = chosen(config, dtype) if shape.recurrent_layers else None
     is_critic, chunks = role == "critic", mesh.layout.virtual
     models = []
     for chunk in range(chunks):
@@ -162,7 +156,7 @@ def build(
                 mesh,
                 layer_spec(config) == "local",
                 settings,
-                block_spec(layer_spec(config), settings, shape, number, kernels),
+                layers.block(settings, number),
                 vocab_size=shape.padded_vocab(mesh.tensor_size),
                 max_sequence_length=shape.max_positions,
                 pre_process=mesh.pipeline_rank == chunk == 0,
@@ -176,8 +170,7 @@ def build(
                 rope_scaling_factor=shape.rope_factor or 1.0,
                 vp_stage=number,
             )
-        if shape.yarn is not None:
-            model.use_yarn(shape.yarn, shape.rope_theta)
+        layers.finish(model)
         expert_rows.use(model)
         if last and is_critic:
             model.output_layer = torch.nn.Identity()
@@ -196,7 +189,7 @@ def build(
         # computes in float32 anyway.
         model = model.to(device=torch.cuda.current_device())
         for name, parameter in model.named_parameters():
-            parameter.data = parameter.data.to(type_of(name, dtype))
+            parameter.data = parameter.data.to(type_of(shape, name, dtype))
         grouped_experts.join(model)
         models.append(model.requires_grad_(False).eval() if role == "reference" else model)
     if role == "actor" and config.algorithm.routing_replay != "off":
@@ -328,7 +321,7 @@ def from_hf(
         spans = training_spans(
             shape, mesh.layout, mesh.rank, spec=layer_spec(config), head=head, tied_copy=True
         )
-        load_hf(folder, spans, named_parameters(model), keep={*keep, *own} - spans.keys())
+        load_hf(folder, shape, spans, named_parameters(model), keep={*keep, *own} - spans.keys())
     except ConfigError as error:  # for instance of a tensor that only this rank reads
         problem = str(error)
     raise_together(problem, lambda found: ConfigError(first(found)), str)

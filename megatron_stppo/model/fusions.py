@@ -16,7 +16,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.weights.sharding.hf_names import ModelShape
-from megatron_stppo.weights.sharding.spans import LayerSpec
+from megatron_stppo.weights.sharding.parts import LayerSpec
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def sharing_obstacle(config: Config, layout: Layout) -> str:
         return "TransformerEngine's attention takes no keys of another sequence; model.layers=local does"
     models = (config.model.path, config.model.reference_path)  # the critic has the shape of the actor
     if any(read_shape(path).recurrent_layers for path in models if path is not None):
-        return "gated delta nets keep a state for each trajectory, and no state where trajectories part"
+        return "recurrent layers keep a state for each trajectory, and no state where trajectories part"
     return ""
 
 

@@ -21,7 +21,6 @@ from megatron_stppo.model.attention import Chosen, Pack, Rotation
 from megatron_stppo.model.experts.routing import Routing
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.low_rank import Adaptation
-from megatron_stppo.weights.sharding.yarn import Yarn
 
 
 class ValueHead(torch.nn.Module):
@@ -61,11 +60,11 @@ class TokenModel(GPTModel):
         self.mesh = mesh
         self._rotates_in_attention, self._rotary_scale = rotates_in_attention, 1.0
 
-    def use_yarn(self, yarn: Yarn, base: float) -> None:
-        """Rotate queries and keys by YaRN's angles. base: of the plain frequencies."""
-        plain = self.rotary_pos_emb.inv_freq
-        self.rotary_pos_emb.inv_freq = plain.new_tensor(yarn.frequencies(base, 2 * len(plain)))
-        self._rotary_scale = yarn.scale
+    def use_frequencies(self, angles: Sequence[float], scale: float) -> None:
+        """Rotate the pairs of elements of queries and keys by these angles per token, and multiply both by
+        `scale`."""
+        self.rotary_pos_emb.inv_freq = self.rotary_pos_emb.inv_freq.new_tensor(angles)
+        self._rotary_scale = scale
 
     def forward(self, microbatch: Microbatch) -> Tensor:  # type: ignore[override]
         if self.routing is not None:

@@ -1,4 +1,4 @@
-"""The activation of GPT-OSS's experts (gpt-oss model card, arXiv 2508.10925, section 2.2)."""
+"""A SwiGLU with bounds, of experts (OpenAI, arXiv 2508.10925, section 2.2)."""
 
 from __future__ import annotations
 

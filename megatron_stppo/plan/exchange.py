@@ -94,10 +94,10 @@ def layers_to_plan(shape: ModelShape, layout: Layout) -> dict[int, int]:
     """
     if not shape.experts:
         return dict.fromkeys(range(shape.layers), 1)
-    return layers_alike(layout, shape.layers, shape.kinds)
+    return layers_alike(layout, shape.layers, shape.mixers)
 
 
-def layers_alike(layout: Layout, layers: int, kinds: Sequence[str] = ()) -> dict[int, int]:
+def layers_alike(layout: Layout, layers: int, kinds: Sequence[object] = ()) -> dict[int, int]:
     """Return {first layer of a kind in a model chunk: number of its layers of this kind}.
 
     kinds: of each layer; empty: all layers are of one kind.
@@ -105,9 +105,9 @@ def layers_alike(layout: Layout, layers: int, kinds: Sequence[str] = ()) -> dict
     """
     alike: dict[int, int] = {}
     for run in (run for stage in range(layout.pipeline) for run in layout.chunks(layers, stage)):
-        first: dict[str, int] = {}
+        first: dict[object, int] = {}
         for layer in run:
-            of_kind = first.setdefault(kinds[layer] if kinds else "", layer)
+            of_kind = first.setdefault(kinds[layer] if kinds else None, layer)
             alike[of_kind] = alike.get(of_kind, 0) + 1
     return alike
 

@@ -94,9 +94,7 @@ class RankModels:
         microbatch: Microbatch,
         is_cuda: bool,
     ) -> None:
-        # other kernels have no shapes without data
-        model = config.model.model_copy(update={"delta_net": "torch"})
-        self.config = config.model_copy(update={"model": model})
+        self.config = config.model_copy(update={"model": config.model.in_torch})
         self.shape, self.mesh, self.dtype = shape, mesh, dtype
         self.microbatch, self.is_cuda = microbatch, is_cuda
         self.warm = False

@@ -15,7 +15,6 @@ from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.plan.memory import ModelUse
 from megatron_stppo.plan.sharing import Sharing
 from megatron_stppo.plan.work import Work
-from megatron_stppo.weights.sharding.delta_net import MIXED
 from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes
 from megatron_stppo.weights.sharding.tiles import Spans
@@ -31,10 +30,10 @@ class EngineUse:
     """
 
     weights: int
-    working: int  # activations of a step, logits of a sample, states of gated delta nets
+    working: int  # activations of a step, logits of a sample, states of recurrent layers
     cache: int  # the rest, for keys and values; negative if weights and working exceed the share
     cache_per_token: int
-    state: int = 0  # of a sequence, in gated delta nets
+    state: int = 0  # of a sequence, in recurrent layers
 
     @property
     def cached_tokens(self) -> int:
@@ -44,27 +43,15 @@ class EngineUse:
     def of(cls, config: Config, shape: ModelShape, weights: int, size: int, gpu: Gpu) -> EngineUse:
         """Return the estimate. weights: bytes of an engine's shard; size: bytes per element."""
         tensor, sequences = config.engine_tensor, config.rollout.max_sequences
-        heads = max(1, shape.kv_heads // tensor)
         # The peak of a step: the residual stream twice, an MLP's input, gate, up and their product.
         step = max(PREFILL, sequences) * (3 * shape.hidden + 3 * shape.ffn // tensor) * size
         # The sampler needs whole rows in float32: logits, their softmax and a sorted copy.
         working = step + 3 * sequences * shape.vocab * 4
-        state = _state(shape, tensor, size)
+        state = sum(mixer.state(size) for mixer in shape.mixers) // tensor
         working += sequences * state
         budget = int(config.rollout.gpu_memory_utilization * gpu.memory)
-        per_token = 2 * shape.attention_layers * heads * shape.head_dim * size
+        per_token = size * sum(mixer.cached(tensor) for mixer in shape.mixers)
         return cls(weights, working, budget - weights - working, per_token, state)
-
-
-def _state(shape: ModelShape, tensor: int, size: int) -> int:
-    """Return the bytes that a sequence keeps in gated delta nets: a float32 matrix per head, and the inputs
-    of the convolution of the last tokens. vLLM fills whole blocks, so that it takes somewhat more."""
-    net = shape.delta_net
-    if net is None:
-        return 0
-    matrices = 4 * net.value_heads * net.key_dim * net.value_dim
-    inputs = size * net.count(MIXED) * (net.width - 1)
-    return shape.recurrent_layers * (matrices + inputs) // tensor
 
 
 @dataclass(frozen=True)

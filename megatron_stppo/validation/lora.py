@@ -38,7 +38,7 @@ def check(config: Config) -> None:
     shape = read_shape(model.path)
     if shape.recurrent_layers:
         raise ConfigError(
-            f"{field}: adapters of models with gated delta nets (model_type={shape.family}) are not "
+            f"{field}: adapters of models with recurrent layers (model_type={shape.family}) are not "
             "supported yet; set model.lora.rank=0, which trains all weights"
         )
     check_targets(shape, lora.rank, lora.names, lora.targets)

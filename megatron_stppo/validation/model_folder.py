@@ -18,9 +18,8 @@ from megatron_stppo.data.text.tokenizer_files import ENDS, SETTINGS, chat_templa
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_layout import check_model_layout
 from megatron_stppo.validation.model_weights import check_weights
-from megatron_stppo.weights.sharding.families import FAMILIES
-from megatron_stppo.weights.sharding.hf_fields import check_only, read_fields
-from megatron_stppo.weights.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.hf_fields import check_only
+from megatron_stppo.weights.sharding.hf_names import read_fields, read_shape
 
 USER = {"role": "user", "content": "a"}
 CHATS = ([USER], [{"role": "system", "content": "a"}, USER])  # a usable template renders one of them
@@ -46,10 +45,10 @@ def _check_folder(field: str, folder: Path, critic: bool = False) -> None:
             f"{field}={folder}: holds an adapter (adapter_config.json), which would be ignored; give the "
             "model's own folder, and the adapter as model.lora.path"
         )
-    check_weights(field, folder, read_shape(folder), critic)
+    shape = read_shape(folder)
+    check_weights(field, folder, shape, critic)
     if not critic:
-        fields = read_fields(folder)
-        check_only(folder, fields, "architectures", FAMILIES[fields["model_type"]].architecture)
+        check_only(folder, read_fields(folder), "architectures", shape.architecture)
 
 
 def check_reference(config: Config, layout: Layout, tokenizers: bool = True) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from megatron_stppo.config import Config, ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.weights.sharding.families import FAMILIES
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 
@@ -22,21 +21,16 @@ def check_parallel(config: Config, world_size: int) -> Layout:
         )
     shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
     check_model_layout(shape, parallel, layout)
-    if config.model.layers == "transformer_engine" and shape.recurrent_layers:
+    if config.model.layers == "transformer_engine" and shape.only_local:
         raise ConfigError(
-            "model.layers=transformer_engine: the model has gated delta nets, which only local layers have; "
-            "set it to local"
-        )
-    if config.model.layers == "transformer_engine" and shape.sinks:
-        raise ConfigError(
-            "model.layers=transformer_engine: only local layers have attention with sinks (model_type="
+            f"model.layers=transformer_engine: only local layers have {shape.only_local} (model_type="
             f"{shape.family}); set it to local"
         )
     for role, given in {"actor": config.update.actor, "critic": config.update.critic}.items():
-        if shape.recurrent_layers and not given.distributed:
+        if shape.float32 and not given.distributed:
             raise ConfigError(
-                f"update.{role}.distributed=false: the model has gated delta nets, whose weights have "
-                "two types in bfloat16; megatron saves only a distributed optimizer of such; set it to true"
+                f"update.{role}.distributed=false: weights of model_type={shape.family} have two types in "
+                "bfloat16; megatron saves only a distributed optimizer of such; set it to true"
             )
     if config.algorithm.routing_replay != "off" and not shape.experts:
         raise ConfigError(
@@ -55,11 +49,11 @@ def check_model_layout(shape: ModelShape, parallel: ParallelConfig, layout: Layo
 
 
 def check_recurrent(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for context parallelism of a model with gated delta nets."""
+    """Raise ConfigError for context parallelism of a model with recurrent layers."""
     if shape.recurrent_layers and parallel.context > 1:
         raise ConfigError(
             f"parallel.context={parallel.context}: {shape.recurrent_layers} of the model's {shape.layers} "
-            "layers are gated delta nets, whose state passes from token to token; set it to 1, and raise "
+            "layers are recurrent: they pass a state from token to token; set it to 1, and raise "
             "parallel.tensor instead"
         )
 
@@ -75,12 +69,12 @@ def check_engine(config: Config, world_size: int) -> None:
         )
     shape = read_shape(config.model.path)
     check_layout(shape, tensor, field="rollout.engine_tensor", serving=True)
-    if shape.sinks and (name := config.rollout.vllm.get("attention_backend")):
+    if shape.gpu_attention and (name := config.rollout.vllm.get("attention_backend")):
         raise ConfigError(
-            f"rollout.vllm.attention_backend={name}: follows from the model, whose sinks another backend may "
-            "copy before they are updated; remove it"
+            f"rollout.vllm.attention_backend={name}: follows from model_type={shape.family}, whose weights "
+            "another backend may copy before they are updated; remove it"
         )
-    if shape.stacked and config.serving.replicas is None and shape.ffn % world_size:
+    if shape.ffn_over_world and config.serving.replicas is None and shape.ffn % world_size:
         raise ConfigError(
             f"model.intermediate_size={shape.ffn}: vLLM's {shape.family} needs a multiple of the number of "
             f"ranks {world_size}; choose another number, or serve on other nodes (serving.replicas)"
@@ -160,7 +154,7 @@ def check_experts(shape: ModelShape, parallel: ParallelConfig) -> None:
             f"parallel.sequence=false: with parallel.tensor={parallel.tensor} megatron trains experts "
             "under sequence parallelism only; set it to true"
         )
-    sizes = {"hidden_size": (shape.hidden, 8), FAMILIES[shape.family].ffn: (shape.ffn, 8 * parallel.tensor)}
+    sizes = {"hidden_size": (shape.hidden, 8), shape.ffn_field: (shape.ffn, 8 * parallel.tensor)}
     for name, (size, unit) in sizes.items():
         if shape.experts and size % unit:
             raise ConfigError(
@@ -174,16 +168,13 @@ def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:
         return f"must divide model.num_attention_heads={shape.heads}"
     if shape.kv_heads % tensor and tensor % shape.kv_heads:
         return f"must divide or be a multiple of model.num_key_value_heads={shape.kv_heads}"
-    if shape.ffn % tensor:
-        return f"must divide model.{FAMILIES[shape.family].ffn}={shape.ffn}"
-    if shape.delta_net is not None and shape.delta_net.key_heads % tensor:
-        return f"must divide model.linear_num_key_heads={shape.delta_net.key_heads}"
-    if shape.shared_ffn % tensor:
-        return f"must divide model.shared_expert_intermediate_size={shape.shared_ffn}"
-    rows = shape.query_rows + 2 * shape.kv_heads * shape.head_dim
-    if not serving and rows % tensor:
-        return f"must divide the {rows} rows of the joint q, k, v projection"
-    if serving and shape.sinks and tensor > shape.kv_heads:
+    for name, size in shape.divided.items():
+        if size % tensor:
+            return f"must divide model.{name}={size}"
+    rows = [mixer.joint_rows for mixer in shape.mixers if not serving and mixer.joint_rows % tensor]
+    if rows:
+        return f"must divide the {rows[0]} rows of the joint q, k, v projection"
+    if serving and not shape.repeats_kv_heads and tensor > shape.kv_heads:
         return f"exceeds model.num_key_value_heads={shape.kv_heads}, which vLLM does not repeat"
     if serving and 0 < shape.experts < tensor:
         return f"exceeds the model's {shape.experts} experts"

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.families import FAMILIES
-from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE, Entry, entries, same_bytes
+from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE, entries, in_files, same_bytes
 from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.tiles import Entry
 
 TYPES = ("BF16", "F16", "F32", "F64")
 # transformers computes these buffers again, and ignores those of old checkpoints
@@ -31,11 +31,10 @@ def check_weights(field: str, folder: Path, shape: ModelShape, critic: bool = Fa
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return
     where, wanted = f"{field}={folder}", hf_shapes(shape, "none" if critic else "vocabulary")
-    ignored = FAMILIES[shape.family].left_out
     given = {
         key: entry
-        for key, entry in entries(folder).items()
-        if not BUFFERS.search(key) and not key.startswith(ignored)
+        for key, entry in entries(folder, shape).items()
+        if not BUFFERS.search(key) and not key.startswith(shape.left_out)
     }
     if critic:
         given = {key: entry for key, entry in given.items() if key != HEAD and not OTHER_HEADS.match(key)}
@@ -74,8 +73,8 @@ def left_out(folder: Path, shape: ModelShape) -> str:
     """Return a line that says which tensors of the folder are not read, or "" if all are."""
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return ""
-    prefixes, names = FAMILIES[shape.family].left_out, list(entries(folder))
-    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in prefixes}
+    names = [entry.key for entry in in_files(folder)]
+    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in shape.left_out}
     found = [f"{count} tensors {prefix}*" for prefix, count in counts.items() if count]
     return f"model.path={folder}: left out are {' and '.join(found)}; only text is trained" if found else ""
 

@@ -22,7 +22,7 @@ def import_and_export(folder, families):
         widths, layouts = row_widths(shape), training_layouts(shape, LAYOUT)
         spans = training_spans(shape, LAYOUT, dist.get_rank(), tied_copy=True)
         parameters = blank(spans, widths)
-        load_hf(template, spans, parameters)
+        load_hf(template, shape, spans, parameters)
         if shape.tied and dist.get_rank() == 3:  # must not matter: the first stage's embedding is the source
             parameters["output_layer.weight"].zero_()
         export_hf(folder / "out" / family, parameters, layouts, shape, template)

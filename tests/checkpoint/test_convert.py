@@ -25,6 +25,7 @@ from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
 from tests.checkpoint.conversion import LAYOUT, import_and_export
 from tests.ranks import run_ranks
 from tests.rollout.vllm.tiny import TEMPLATE, build_tokenizer
+from tests.weights.reshard.pieces import model_shape
 
 SIZES = {
     "vocab_size": 300,
@@ -112,4 +113,4 @@ def test_a_checkpoint_is_assembled_on_the_device_of_the_parameters(monkeypatch):
     monkeypatch.setattr(convert.dist, "get_rank", lambda group: 0)
     with pytest.raises(Given, match="meta"):
         parameters = {"weight": torch.empty(2, device="meta")}
-        convert.gather(parameters, {}, {"model.norm.weight": (2,)}, ["model.norm.weight"])
+        convert.gather(parameters, {}, model_shape(), {"model.norm.weight": (2,)}, ["model.norm.weight"])

@@ -15,7 +15,7 @@ from megatron_stppo.checkpoint.import_mxfp4 import decoded, import_mxfp4
 from megatron_stppo.config import ConfigError
 from megatron_stppo.validation.model_weights import check_weights
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
-from tests.weights.sharding.test_gpt_oss import FIELDS
+from tests.families.gpt_oss.test_description import FIELDS
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 3}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}, "torch_dtype": "float32"}

@@ -36,7 +36,7 @@ def errors_in(mesh: Any, parallel: dict[str, Any], kind: str, fused: bool) -> di
     dtype = getattr(torch, kind)
     given = {"model": {"path": "none"}, "megatron": {"gradient_accumulation_fusion": fused}}
     config = Config.model_validate(given | {"parallel": parallel})
-    shape = ModelShape("qwen2", 1, INSIDE, 2, 2, 32, OUTSIDE, 96, False, False, False, 1e6, 1e-6, 64)
+    shape = ModelShape("", 1, INSIDE, 2, 2, 32, OUTSIDE, 96, False, 1e6, 1e-6, 64)
     settings = transformer_config(shape, config, mesh, dtype)
     assert settings.gradient_accumulation_fusion == fused
     init = settings.init_method

@@ -30,10 +30,10 @@ def on_this_machine(experts: int) -> dict[str, Any]:
     process.prepare(engine=False)
     from dataclasses import asdict, replace
 
+    from megatron_stppo.families.llama import Qwen2
     from megatron_stppo.model.fusions import Place
-    from megatron_stppo.weights.sharding.hf_names import ModelShape
 
-    shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
+    shape = Qwen2("qwen2", 8, 64, 8, 4, 8, 96, 512, False, 1e6, 1e-6, 512)
     config = Config.model_validate({"model": {"path": "none"}})
     return asdict(Place.of(config, replace(shape, experts=experts), on_gpu=False))
 
@@ -58,11 +58,11 @@ def attention_backend(given: str) -> str:
     process.prepare(engine=False)
     import torch
 
+    from megatron_stppo.families.llama import Qwen2
     from megatron_stppo.model.build import transformer_config
     from megatron_stppo.parallel import groups
-    from megatron_stppo.weights.sharding.hf_names import ModelShape
 
-    shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
+    shape = Qwen2("qwen2", 8, 64, 8, 4, 8, 96, 512, False, 1e6, 1e-6, 512)
     config = Config.model_validate({"model": {"path": "none"}, "megatron": {"attention_backend": given}})
     mesh = groups.initialize(config.parallel)
     return str(transformer_config(shape, config, mesh, torch.float32).attention_backend)

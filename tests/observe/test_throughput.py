@@ -15,7 +15,7 @@ from megatron_stppo.observe.throughput import phase_flop, throughput
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 # 144 weights in its layer, a head of 4 x 10.
-SHAPE = ModelShape("llama", 1, 4, 2, 1, 2, 8, 10, False, False, False, 1e4, 1e-6, 64)
+SHAPE = ModelShape("", 1, 4, 2, 1, 2, 8, 10, False, 1e4, 1e-6, 64)
 SECONDS = {"rollout": 2.0, "score": 1.0, "update": 4.0}
 
 
@@ -35,7 +35,7 @@ def test_a_forward_pass_takes_two_flop_per_weight_and_token_and_attention_sees_h
 
 
 def test_only_the_experts_of_a_token_and_the_router_are_counted() -> None:
-    sparse = ModelShape(*("qwen3_moe", 1, 4, 2, 1, 2, 8, 10, False, False, False, 1e4, 1e-6, 64, None, 6, 2))
+    sparse = ModelShape("", 1, 4, 2, 1, 2, 8, 10, False, 1e4, 1e-6, 64, experts=6, experts_per_token=2)
     assert forward(sparse, [1]) - forward(SHAPE, [1]) == 2 * (3 * 32 + 4 * 6)
 
 

@@ -12,12 +12,12 @@ from tests.plan.real_step import settings
 
 def shared_kinds(layout: tuple[int, int, int]) -> list[tuple[int, dict[int, int]]]:
     """Return (first rank, {stage: ranks}) of an 8-layer model."""
+    from megatron_stppo.families.llama import Qwen2
     from megatron_stppo.parallel.layout import Layout
     from megatron_stppo.plan.work import kinds
-    from megatron_stppo.weights.sharding.hf_names import ModelShape
     from megatron_stppo.weights.sharding.spans import training_layouts
 
-    shape = ModelShape("qwen2", 8, 64, 8, 4, 8, 96, 512, False, True, False, 1e6, 1e-6, 512)
+    shape = Qwen2("qwen2", 8, 64, 8, 4, 8, 96, 512, False, 1e6, 1e-6, 512)
     mesh = Layout(*layout)
     return [(kind.rank, dict(kind.stages)) for kind in kinds(mesh, training_layouts(shape, mesh))]
 

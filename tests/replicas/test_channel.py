@@ -184,7 +184,7 @@ def test_the_limit_holds_every_trajectory_of_the_context() -> None:
 def test_the_limit_of_a_run_holds_an_agents_histories_and_their_experts() -> None:
     """94 layers with 8 of 128 experts take 752 bytes per token. The least limit is 64 MiB."""
     shape = ModelShape(
-        *("qwen3_moe", 94, 4096, 64, 4, 128, 1536, 151936, False, False, True, 1e6, 1e-6, 2**17, None, 128, 8)
+        *("qwen3_moe", 94, 4096, 64, 4, 128, 1536, 151936, False, 1e6, 1e-6, 2**17, None, 128, 8)
     )
 
     def config(context: int, turns: int, routes: str = "off") -> Config:

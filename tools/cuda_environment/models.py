@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.weights.sharding.hf_fields import LLAMA3
+from megatron_stppo.weights.sharding.hf_fields import SCALING
 
 SIZES: dict[str, Any] = {
     "vocab_size": 3001,
@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA3}
+SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **SCALING}
 HYBRID = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 MIXTURE = {
     "num_experts": 8,

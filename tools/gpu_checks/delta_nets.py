@@ -12,17 +12,17 @@ from torch import Tensor
 from gpu_checks import main
 from gpu_checks.machine import synchronize
 from megatron_stppo.config import Config
-from megatron_stppo.model.delta_net.kernels import Kernels, chosen
-from megatron_stppo.model.delta_net.layer import GatedDeltaNet
-from megatron_stppo.model.delta_net.sequences import Sequences
-from megatron_stppo.weights.sharding.delta_net import MIXED, DeltaNet
+from megatron_stppo.families.qwen3_next.delta_net import MIXED, DeltaNet
+from megatron_stppo.families.qwen3_next.gated_delta_net import GatedDeltaNet
+from megatron_stppo.families.qwen3_next.kernels import Kernels, chosen
+from megatron_stppo.model.attention import Sequences
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (70, 1, 64, 5, 130)
 # of a tensor rank: a small net, Qwen3.5-9B with short and with long sequences
-CASES = {"small": (DeltaNet(2, 6, 16, 16, 4, joined=False), LENGTHS)}
+CASES = {"small": (DeltaNet(8, 2, 6, 16, 16, 4, joined=False), LENGTHS)}
 if DEVICE == "cuda":
-    NET = DeltaNet(16, 32, 128, 128, 4, joined=False)
+    NET = DeltaNet(2048, 16, 32, 128, 128, 4, joined=False)
     CASES |= {"9B, 32 of 512": (NET, (512,) * 32), "9B, 2 of 8192": (NET, (8192,) * 2)}
 
 

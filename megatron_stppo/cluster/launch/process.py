@@ -158,11 +158,10 @@ def check(config: Config) -> None:
     All ranks get the same result. Raises ConfigError.
     """
     from megatron_stppo.model import fusions
-    from megatron_stppo.model.delta_net.kernels import chosen
-    from megatron_stppo.model.layers import layer_spec
+    from megatron_stppo.model.layers import layers_of
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
-    layer_spec(config)
-    chosen(config, dtype(config))
+    layers_of(read_shape(config.model.path), config, dtype(config))
     fusions.check(_place(config), config.megatron)
     if config.telemetry.nvtx and not _has_gpu():
         raise ConfigError("telemetry.nvtx=true: NVTX ranges need a GPU; set it to false")

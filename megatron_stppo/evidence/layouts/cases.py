@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron_stppo.config import ConfigError, ParallelConfig
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.validation.model_layout import check_experts, check_layout, check_recurrent, check_stages
+from megatron_stppo.validation.model_layout import check_model_layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 
@@ -77,10 +77,7 @@ def layouts(shape: ModelShape, world: int) -> Iterator[ParallelConfig]:
 def _fits(shape: ModelShape, world: int, parallel: ParallelConfig) -> bool:
     """Return whether `world` ranks can train the model under this layout."""
     try:
-        check_layout(shape, parallel.tensor)
-        check_stages(shape, Layout.of_world(world, parallel))
-        check_experts(shape, parallel)
-        check_recurrent(shape, parallel)
+        check_model_layout(shape, parallel, Layout.of_world(world, parallel))
     except ConfigError:
         return False
     return True

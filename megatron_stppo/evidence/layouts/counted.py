@@ -78,14 +78,15 @@ class Counted:
             return NAMED[key]
         if key.endswith("norm.weight"):
             return "norms"
-        layer = int(key.split(".")[2])
-        if key == self.shape.router(layer):
+        layer, mlp = int(key.split(".")[2]), self.shape.mlp
+        _, of_mixer, of_mlp = self.shape.prefixes(layer)
+        if key == mlp.router_weight(of_mlp):
             return "routers"
         where = {0: "first layer", self.shape.layers - 1: "last layer"}.get(layer, "layers between")
         for matrix in (A, B):
             if f".{matrix}." in key:
                 return f"{matrix}, {where}"
-        kind = "attention" if ".self_attn." in key else "experts" if self.shape.experts else "MLP"
+        kind = "attention" if key.startswith(of_mixer) else "experts" if self.shape.experts else "MLP"
         return f"{kind}, {where}"
 
     def pieces(self, part: str | None = None) -> list[Piece]:

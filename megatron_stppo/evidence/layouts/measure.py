@@ -188,7 +188,7 @@ def _whole(
         source = build.named_parameters(trainer.chunks)
         head: Head = "value" if role == "critic" else "vocabulary"
         shapes: Mapping[str, tuple[int, ...]] = hf_shapes(shape, head)
-        at_once = [*by_file(shapes, next(iter(source.values())).dtype).values()]
+        at_once = [*by_file(shape, shapes, next(iter(source.values())).dtype).values()]
         if lora.rank:
             shapes = adapter_shapes(shape, lora.rank, lora.names)
             at_once = [[*shapes]]
@@ -199,6 +199,6 @@ def _whole(
             for rank in range(mesh.world)
         }
         for keys in at_once:
-            gathered = gather(source, layouts, shapes, keys)
+            gathered = gather(source, layouts, shape, shapes, keys)
             found |= {f"{role} {name}": tensor for name, tensor in gathered.items()}
     return found

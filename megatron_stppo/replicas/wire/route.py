@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape
-from megatron_stppo.weights.sharding.spans import LayerSpec, serving_layouts, training_layouts
+from megatron_stppo.weights.sharding.parts import LayerSpec
+from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts
 from megatron_stppo.weights.sharding.tiles import Spans
 
 

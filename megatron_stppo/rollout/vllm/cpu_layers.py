@@ -60,7 +60,7 @@ def _experts(
 ) -> None:
     """Write the experts' result to output [T, H].
 
-    hidden_states [T, H]; w1 [E, 2 F, H]: gate, then up, or of GPT-OSS in turn; w2 [E, H, F]; topk_weights and
+    hidden_states [T, H]; w1 [E, 2 F, H]: gate, then up, or both in turn; w2 [E, H, F]; topk_weights and
     topk_ids [T, k]: the weights and indices of the chosen experts.
     """
     assert activation in ACTIVATIONS and not kwargs["apply_router_weight_on_input"]

@@ -45,8 +45,7 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megatron_stppo.rollout.vllm import cpu_cache  # noqa: E402
 from megatron_stppo.rollout.vllm.engine_adapters import lora_arguments  # noqa: E402
-from megatron_stppo.weights.sharding.families import FAMILIES  # noqa: E402
-from megatron_stppo.weights.sharding.hf_load import load_config, load_generation  # noqa: E402
+from megatron_stppo.weights.sharding.hf_load import load_generation  # noqa: E402
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape  # noqa: E402
 from megatron_stppo.weights.sharding.low_rank import ServedAdapters  # noqa: E402
 from megatron_stppo.weights.sharding.spans import STACKS  # noqa: E402
@@ -88,8 +87,7 @@ class EngineSettings:
         """The bytes that a token takes in the key-value cache of one rank."""
         shape = read_shape(self.model_path)
         itemsize = torch.finfo(getattr(torch, self.dtype)).bits // 8
-        heads = max(1, shape.kv_heads // self.tensor)
-        return 2 * shape.attention_layers * heads * shape.head_dim * itemsize
+        return itemsize * sum(mixer.cached(self.tensor) for mixer in shape.mixers)
 
 
 def build_vllm(given: EngineSettings) -> LLMEngine:
@@ -102,21 +100,12 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
     _check_version()
     check_cuda_functions()
     check_variables(given.tensor)
-    config = load_config(given.model_path)
-    if not config.architectures:
-        raise ConfigError(
-            f"model.path={given.model_path}: config.json has no architectures, by which vLLM chooses the "
-            f'model; add "architectures": ["{FAMILIES[config.model_type].architecture}"]'
-        )
     if on_cpu():
         if "kv_cache_memory_bytes" in given.options:
             raise ConfigError(
                 "rollout.vllm.kv_cache_memory_bytes: is for a GPU; on a CPU give rollout.kv_cache_gib instead"
             )
-        _check_on_cpu(config)
-        _check_biased_experts(read_shape(given.model_path), given.tensor)
-        if read_shape(given.model_path).recurrent_layers:
-            _plain_delta_nets()
+        _check_on_cpu(read_shape(given.model_path), given.tensor)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cache = given.max_context, given.bytes_per_token, ranks, cpu_cache.machine_memory()
         cpu_cache.check(given.kv_cache_gib, *cache)
@@ -156,9 +145,8 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
     """
     seconds = int(given.timeout.total_seconds())
     shape = read_shape(given.model_path)
-    overrides: dict[str, Any] = {}
-    if shape.recurrent_layers:  # config.json may be that of a model with images
-        overrides["architectures"] = [FAMILIES[shape.family].architecture]
+    # config.json may have none, or that of a model with images
+    overrides: dict[str, Any] = {"architectures": [shape.architecture]}
     if given.float32_logits and given.dtype != "float32":
         overrides["head_dtype"] = "float32"
     fixed: dict[str, Any] = {
@@ -183,8 +171,8 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
     chosen: dict[str, Any] = {  # rollout.vllm may replace these
         # In one step several new prompts can be prefilled beside all running sequences.
         "max_num_batched_tokens": max(8192, given.max_sequences, given.max_context if on_cpu() else 0),
-        # The next turn reuses the key-value cache of the turns before. vLLM keeps the states of gated delta
-        # nets at the ends of blocks of 528 tokens and more, and its CPU worker fails with seeded requests.
+        # The next turn reuses the key-value cache of the turns before. vLLM keeps the states of recurrent
+        # layers at the ends of blocks of 528 tokens and more, and its CPU worker fails with seeded requests.
         "enable_prefix_caching": not shape.recurrent_layers,
         # With vLLM's default of 128, a short history is never found in the prefix cache of a CPU. 32 saved a
         # fifth of the time.
@@ -195,8 +183,8 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
     compilation["pass_config"] = {"fuse_allreduce_rms": False} | compilation.get("pass_config", {})
     options = {**given.options, "compilation_config": compilation}
     platform = _platform_arguments(given.kv_cache_gib, token, given.routes)
-    if shape.sinks and not on_cpu():
-        platform["attention_backend"] = sinks_backend()
+    if shape.gpu_attention and not on_cpu():
+        platform["attention_backend"] = attention_backend(shape.gpu_attention)
     return EngineArgs(**(chosen | options | fixed | platform | lora_arguments(given.adapters)))
 
 
@@ -267,7 +255,7 @@ def join_world() -> None:
 
 
 def end_of_text_ids(model_path: Path | str, config: PretrainedConfig, tokenizer: Any) -> list[int]:
-    """Return the end-of-text ids of the tokenizer and of the checkpoint, sorted (Qwen has two)."""
+    """Return the end-of-text ids of the tokenizer and of the checkpoint, sorted."""
     given = [tokenizer.eos_token_id, config.eos_token_id]
     if (generation := load_generation(Path(model_path))) is not None:
         given.append(generation.eos_token_id)
@@ -285,55 +273,34 @@ def _check_version() -> None:
         )
 
 
-def _check_on_cpu(config: PretrainedConfig) -> None:
-    """Raise ConfigError for a model that vLLM cannot serve on a CPU. Prepare its experts' layers."""
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _check_on_cpu(shape: ModelShape, tensor: int) -> None:
+    """Raise ConfigError for a model that vLLM cannot serve on a CPU. Prepare its layers otherwise."""
     known = CPUAttentionBackend.get_supported_head_sizes()
-    if head_size not in known:
+    if shape.head_dim not in known:
         raise ConfigError(
-            f"model.path: its head size {head_size} cannot be served on a CPU; choose a model with one of "
-            f"{known}"
+            f"model.path: its head size {shape.head_dim} cannot be served on a CPU; choose a model with one "
+            f"of {known}"
         )
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    if experts:
-        try:
+    try:  # vLLM 0.26 does not have what these replace, and other models do not need it
+        if shape.experts:
             cpu_layers.plain_experts()
-        except AttributeError:
-            raise ConfigError(
-                f"vllm={vllm.__version__}: it cannot serve a model with experts on a CPU from weights "
-                f"that are written in place; install {next(iter(TESTED_ENGINES))}"
-            ) from None
-    if getattr(config, "num_experts", None) and config.hidden_size % 32:
+        engine = importlib.import_module(shape.cpu_engine) if shape.cpu_engine else None
+    except (AttributeError, ImportError):
         raise ConfigError(
-            f"model.path: experts of hidden_size={config.hidden_size} cannot be served on a CPU; "
-            "choose a model with a multiple of 32"
-        )
-
-
-def _check_biased_experts(shape: ModelShape, tensor: int) -> None:
-    if shape.stacked and (shape.hidden % 32 or shape.ffn // tensor % 32):
-        raise ConfigError(
-            f"model.path: experts of hidden_size={shape.hidden} and intermediate_size={shape.ffn} over "
-            f"{tensor} ranks cannot be served on a CPU; choose a model with multiples of 32 on a rank"
-        )
-
-
-def _plain_delta_nets() -> None:
-    """Compute gated delta nets in torch. Raises ConfigError if this vLLM has none for a CPU."""
-    try:  # vLLM 0.26 does not have what the module imports, and other models do not need it
-        module = importlib.import_module("megatron_stppo.rollout.vllm.cpu_delta_net")
-    except ImportError:
-        raise ConfigError(
-            f"vllm={vllm.__version__}: it cannot serve a model with gated delta nets on a CPU; install "
-            f"{next(iter(TESTED_ENGINES))}"
+            f"vllm={vllm.__version__}: it cannot serve a model of model_type={shape.family} on a CPU from "
+            f"weights that are written in place; install {next(iter(TESTED_ENGINES))}"
         ) from None
-    module.plain_delta_nets()
+    if engine is not None:
+        engine.prepare()
+    if reason := shape.cpu_obstacle(tensor):
+        raise ConfigError(
+            f"model.path: {reason} cannot be served on a CPU; choose a model with multiples of 32 on a rank"
+        )
 
 
-def sinks_backend() -> str:
-    """Return vLLM's attention that reads a model's sinks where the reshard writes them. FlashInfer's copies
-    them when the engine is built."""
-    return "FLASH_ATTN" if torch.cuda.get_device_capability()[0] == 9 else "TRITON_ATTN"
+def attention_backend(choices: tuple[str, str]) -> str:
+    """Return ModelShape.gpu_attention of this GPU: a backend that reads what the reshard writes, in place."""
+    return choices[torch.cuda.get_device_capability()[0] != 9]
 
 
 def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[str, Any]:

@@ -15,11 +15,9 @@ import numpy as np
 from gguf import GGUFReader
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.families import FAMILIES
-from megatron_stppo.weights.sharding.hf_fields import LLAMA3
+from megatron_stppo.weights.sharding.hf_fields import SCALED, SCALING
+from megatron_stppo.weights.sharding.hf_names import families
 
-# llama.cpp's names of the architectures. A llama with experts is Mixtral.
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 # Keys of an architecture, without its name, and the field of config.json that each becomes.
 FIELDS = {
     "block_count": "num_hidden_layers",
@@ -50,14 +48,14 @@ class Header:
             self.values: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = self.values.get("general.architecture")
-        if self.architecture not in ARCHITECTURES:
-            raise self.refusal(f"architecture {self.architecture!r} is not supported", sorted(ARCHITECTURES))
+        known = {family.gguf for family in families().values()} - {""}
+        if self.architecture not in known:
+            raise self.refusal(f"architecture {self.architecture!r} is not supported", sorted(known))
         if self.values.get("split.count", 1) != 1:
             raise self.refusal(f"is one of {self.values['split.count']} parts; merge them with gguf-split")
         self.experts = int(self.values.get(f"{self.architecture}.expert_count", 0))
-        self.family = ARCHITECTURES[self.architecture]
-        if self.family == "llama" and self.experts:
-            self.family = "mixtral"
+        alike = [family for family in families().values() if family.gguf == self.architecture]
+        self.family = next((of for of in alike if of.mixture == (self.experts > 0)), alike[0])
 
     @contextmanager
     def one_line(self, problem: str) -> Iterator[None]:
@@ -100,13 +98,13 @@ class Header:
         fields.setdefault("num_key_value_heads", heads)
         fields.setdefault("rope_theta", 10000.0)
         if self.experts:
-            fields["num_local_experts" if self.family == "mixtral" else "num_experts"] = self.experts
-        if self.family == "qwen3_moe":
+            fields[self.family.experts_field] = self.experts
+        if not self.family.always_renormalised:
             fields["norm_topk_prob"] = True  # as llama.cpp computes this architecture
         rope = fields.pop("rope_theta")
         return fields | {
-            "architectures": [FAMILIES[self.family].architecture],
-            "model_type": self.family,
+            "architectures": [self.family.architecture],
+            "model_type": self.family.model_type,
             "hidden_act": "silu",
             "vocab_size": int(self.tensors["token_embd.weight"].shape[1]),
             "tie_word_embeddings": "output.weight" not in self.tensors,
@@ -114,7 +112,7 @@ class Header:
         }
 
     def _scaling(self, base: float, size: int) -> dict[str, Any]:
-        """Return the settings of rotary embeddings, which Llama 3's scaling has as a tensor of divisors.
+        """Return the settings of rotary embeddings, which SCALED ones have as a tensor of divisors.
 
         Its formula (Llama 3.1): a frequency whose wavelength is below original / high_freq_factor stays, one
         above original / low_freq_factor is divided by the factor, in between both are mixed.
@@ -122,13 +120,13 @@ class Header:
         if "rope_freqs.weight" not in self.tensors:
             return {"rope_type": "default"}
         found = np.asarray(self.tensors["rope_freqs.weight"].data, dtype=np.float32).astype(np.float64)
-        factor, (low, high, original) = float(found.max()), LLAMA3.values()
+        factor, (low, high, original) = float(found.max()), SCALING.values()
         wavelength = 2 * np.pi * base ** (np.arange(0, size, 2) / size)
         mixed = np.clip((original / wavelength - low) / (high - low), 0, 1)
         expected = 1 / ((1 - mixed) / factor + mixed)
         if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-4):
-            raise self.refusal("rope_freqs.weight is not Llama 3's scaling with its published constants")
-        return {"rope_type": "llama3", "factor": factor} | LLAMA3
+            raise self.refusal(f"rope_freqs.weight is not the scaling {SCALED} with its published constants")
+        return {"rope_type": SCALED, "factor": factor} | SCALING
 
 
 def _shortest(value: Any) -> Any:

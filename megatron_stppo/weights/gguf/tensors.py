@@ -73,17 +73,19 @@ def _of_layer(
 ) -> dict[str, Origin]:
     prefix = f"model.layers.{layer}."
     if part in OF_LAYER and expert is None:
-        rotary = {"attn_q": shape.heads, "attn_k": shape.kv_heads} if header.architecture == "llama" else {}
+        rotary = {"attn_q": shape.heads, "attn_k": shape.kv_heads} if shape.gguf_pairs else {}
         return {f"{prefix}{OF_LAYER[part]}.{kind}": Origin(tensor, heads=rotary.get(part))}
+    _, _, of_mlp = shape.prefixes(layer)
+    mlp = shape.mlp
     if part == "ffn_gate_inp" and shape.experts:
-        return {shape.router(layer): Origin(tensor)}
+        return {mlp.router_weight(of_mlp): Origin(tensor)}
     which = part.removeprefix("ffn_").removesuffix("_exps")
     if which not in PROJECTIONS or kind != "weight":
         raise header.refusal(f"tensor 'blk.{layer}.{part}' is not known")
     place = PROJECTIONS.index(which)
     if not part.endswith("_exps"):
-        return {shape.projections(layer, int(expert) if expert else 0)[place]: Origin(tensor)}
-    return {shape.projections(layer, e)[place]: Origin(tensor, e) for e in range(shape.experts)}
+        return {mlp.projections(f"{of_mlp}experts.{expert}." if expert else of_mlp)[place]: Origin(tensor)}
+    return {mlp.projections(f"{of_mlp}experts.{e}.")[place]: Origin(tensor, e) for e in range(shape.experts)}
 
 
 def decode(source: Origin, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,12 @@ from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans
 
 @torch.no_grad()
 def load_hf(
-    folder: Path, spans: Spans, parameters: Mapping[str, Tensor], *, keep: Collection[str] = ()
+    folder: Path,
+    shape: ModelShape,
+    spans: Spans,
+    parameters: Mapping[str, Tensor],
+    *,
+    keep: Collection[str] = (),
 ) -> None:
     """Copy the rows that `spans` describe into `parameters`, in place, cast to each parameter's dtype.
 
@@ -36,7 +41,7 @@ def load_hf(
     unknown = (set(parameters) - set(keep)) ^ set(spans)
     assert not unknown, f"parameters and layout name different tensors: {sorted(unknown)}"
     with ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(folder), stack)
+        checkpoint = _Checkpoint(Path(folder), shape, stack)
         for name, tensor_spans in spans.items():
             parameter = parameters[name]
             for span in tensor_spans:
@@ -69,9 +74,9 @@ def weights_digest(folder: Path, shape: ModelShape, head: Head = "vocabulary") -
     another shape than in a model of this shape.
     """
     digests, shapes = [], hf_shapes(shape, head)
-    spans = whole_spans(shapes)
+    spans = whole_spans(shape, shapes)
     with ExitStack() as stack:
-        checkpoint = _Checkpoint(Path(folder), stack)
+        checkpoint = _Checkpoint(Path(folder), shape, stack)
         for key in sorted(shapes)[dist.get_rank() :: dist.get_world_size()]:
             tensor = checkpoint.read(spans[key][0], shapes[key]).contiguous()
             digest = hashlib.sha256(f"{key} {tensor.dtype} {tuple(shapes[key])}".encode())
@@ -84,9 +89,9 @@ def weights_digest(folder: Path, shape: ModelShape, head: Head = "vocabulary") -
 class _Checkpoint:
     """The safetensors files of a folder. Each is memory-mapped when its first tensor is read."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, shape: ModelShape, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
-        self._entries = entries(folder)
+        self._entries = entries(folder, shape)
         self._open: dict[Path, Any] = {}
 
     def read(self, span: Span, shape: tuple[int, ...]) -> Tensor:

@@ -1,5 +1,5 @@
 """The fields of config.json that change what a model computes. They are read as transformers reads them, or
-refused.
+refused. What only one family has is in megatron_stppo/families/.
 
 tests/weights/sharding/test_hf_fields.py compares the tables with the classes of transformers. Some refused
 fields are read by vLLM only.
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.families import FAMILIES, KINDS, TEXT_PARTS, WINDOWS, Family
 
 REMEDY = "give model.path a Hugging Face checkpoint folder"
 
@@ -65,15 +64,13 @@ OUTER = (
     "compression_config",
     "tie_word_embeddings",
 )
-# Llama 3's scaled rotary embeddings: in megatron these values are constants, and only the factor can be set.
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# In the scaled rotary embeddings SCALED, these values are constants of megatron; only the factor can be set.
+SCALED = "llama3"
+SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def read_fields(folder: Path) -> dict[str, Any]:
-    """Return the fields of folder/config.json, with the values of those that are missing.
-
-    Raises ConfigError if the file is missing or the model is not supported.
-    """
+def read(folder: Path) -> dict[str, Any]:
+    """Return the fields of folder/config.json as they are. Raises ConfigError if they cannot be read."""
     path = Path(folder) / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -83,23 +80,16 @@ def read_fields(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder}: config.json is not JSON in UTF-8 ({error}); {REMEDY}") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{folder}: config.json holds {type(raw).__name__}, not an object; {REMEDY}")
-    raw = text_fields(folder, raw)
-    name = raw.get("model_type")
-    if name not in FAMILIES:
-        raise ConfigError(f"{folder}: model_type={name!r} is not supported; choose one of {sorted(FAMILIES)}")
-    _check_plain(folder, raw, FAMILIES[name])
-    return MISSING | dict(FAMILIES[name].missing) | raw
+    return raw
 
 
-def text_fields(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the text model: those of text_config, if config.json is of a model with images.
+def text(folder: Path, raw: Mapping[str, Any], kind: str, architecture: str) -> dict[str, Any]:
+    """Return the fields of the text part of a model with images. kind: the text part's model_type.
 
     Fields that both parts may have are taken from text_config, as transformers' text model does. Raises
     ConfigError if it is missing, or if the two contradict each other.
     """
-    if raw.get("model_type") not in TEXT_PARTS:
-        return dict(raw)
-    text, kind = raw.get("text_config"), TEXT_PARTS[raw["model_type"]]
+    text = raw.get("text_config")
     if not isinstance(text, dict):
         raise ConfigError(f"{folder}: config.json has no text_config; fetch the file again")
     if text.get("model_type", kind) != kind:
@@ -115,37 +105,7 @@ def text_fields(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
                 "remove one of them"
             )
     own = {name: value for name, value in text.items() if value is not None}
-    return outer | own | {"model_type": kind, "architectures": [FAMILIES[kind].architecture]}
-
-
-def layer_kinds(folder: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return layer_types of a family with gated delta nets, or what follows from full_attention_interval.
-
-    Raises ConfigError if the list has another length than the model has layers, or an unknown type.
-    """
-    layers, kinds = count_of(folder, given, "num_hidden_layers"), given.get("layer_types")
-    if kinds is None:
-        interval = count_of(folder, given, "full_attention_interval")
-        return tuple(KINDS[(layer + 1) % interval > 0] for layer in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(KINDS):
-        raise ConfigError(
-            f"{folder}: layer_types={kinds!r} is not supported; it must have one of {[*KINDS]} for each of "
-            f"the {layers} layers"
-        )
-    return tuple(kinds)
-
-
-def window_kinds(folder: Path, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds of layers of a family with windows in turn. Raises ConfigError for other layer_types,
-    which vLLM would not read."""
-    layers, kinds = count_of(folder, given, "num_hidden_layers"), given.get("layer_types")
-    known = tuple(WINDOWS[layer % 2] for layer in range(layers))
-    if kinds is not None and (not isinstance(kinds, list) or tuple(kinds) != known):
-        raise ConfigError(
-            f"{folder}: layer_types={kinds!r} is not supported; it must have {[*WINDOWS]} in turn for the "
-            f"{layers} layers"
-        )
-    return known
+    return outer | own | {"model_type": kind, "architectures": [architecture]}
 
 
 def count_of(folder: Path, raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -185,30 +145,33 @@ def experts_field(folder: Path, raw: Mapping[str, Any]) -> str:
     return first if raw.get(first) is not None else second
 
 
-def _check_plain(folder: Path, raw: Mapping[str, Any], family: Family) -> None:
-    """Raise ConfigError if a field has a value with which the model would compute something else."""
+def check_quantised(folder: Path, raw: Mapping[str, Any], importable: str) -> None:
+    """Raise ConfigError for quantised weights. importable: the method for which there is a command."""
     quantised = raw.get("quantization_config") or raw.get("compression_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        remedy = "use the model's folder in bfloat16, or dequantise it"
-        if family.stacked and method == "mxfp4":
-            remedy = f"write them in bfloat16 with: megatron-stppo import-mxfp4 {folder} FOLDER"
-        raise ConfigError(
-            f"{folder}: quantization_config.quant_method={method!r} is not supported, the weights would be "
-            f"read without their scales; {remedy}"
-        )
-    off = {"sliding_window"} - {family.sliding} | ({"qkv_bias"} if family.qkv_bias else set())
-    off |= {"partial_rotary_factor", "mrope_section"} if family.delta_net else set()
+    if not quantised:
+        return
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+    remedy = "use the model's folder in bfloat16, or dequantise it"
+    if importable and method == importable:
+        remedy = f"write them in bfloat16 with: megatron-stppo import-{method} {folder} FOLDER"
+    raise ConfigError(
+        f"{folder}: quantization_config.quant_method={method!r} is not supported, the weights would be "
+        f"read without their scales; {remedy}"
+    )
+
+
+def check_plain(
+    folder: Path, raw: Mapping[str, Any], fixed: Mapping[str, Any], unchecked: frozenset[str]
+) -> None:
+    """Raise ConfigError if a field has a value with which the model would compute something else."""
     if raw.get("output_gate_type") == "swish":  # another name of silu
-        off |= {"output_gate_type"}
-    for name, plain in (PLAIN | dict(family.fixed)).items():
+        unchecked |= {"output_gate_type"}
+    for name, plain in (PLAIN | dict(fixed)).items():
         value = raw.get(name)
-        if value not in (None, plain) and name not in off:
+        if value not in (None, plain) and name not in unchecked:
             raise ConfigError(
                 f"{folder}: {name}={value!r} is not supported; use a checkpoint with {name}={plain!r}"
             )
-    if not family.delta_net and not family.sinks:
-        check_only(folder, raw, "layer_types", "full_attention")
 
 
 def check_only(folder: Path, raw: Mapping[str, Any], name: str, known: str) -> None:
@@ -220,50 +183,36 @@ def check_only(folder: Path, raw: Mapping[str, Any], name: str, known: str) -> N
         )
 
 
-def rope_settings(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+def rope_settings(
+    folder: Path,
+    raw: Mapping[str, Any],
+    own: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]],
+) -> dict[str, Any]:
     """Return the settings of the rotary embeddings, which config.json has in up to three places, with the
-    precedence of transformers."""
+    precedence of transformers. own: ModelShape.own_rope of the family."""
     field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(field) or {}
     if not isinstance(rope, dict):
         raise ConfigError(f"{folder}: config.json's {field} is {rope!r}, not an object; {REMEDY}")
     longest = "original_max_position_embeddings"
     outer = {longest: raw[longest]} if longest in raw else {}
-    if FAMILIES[raw["model_type"]].delta_net:
-        rope = {"partial_rotary_factor": raw["partial_rotary_factor"], **_known(rope)}
-    return {"rope_theta": raw["rope_theta"], longest: raw["max_position_embeddings"]} | rope | outer
-
-
-def _known(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without those that only position images, and without those that are null."""
-    image = ("mrope_section", "mrope_interleaved")  # a text's three positions are equal
-    return {name: value for name, value in rope.items() if name not in image and value is not None}
-
-
-def rotary_share(folder: Path, rope: Mapping[str, Any], head_dim: int) -> float:
-    """Return the share of a head that is rotated. Raises ConfigError unless that is an even number >= 2."""
-    share = rate_of(folder, rope, "partial_rotary_factor") if "partial_rotary_factor" in rope else 1.0
-    if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) < 2:
-        raise ConfigError(
-            f"{folder}: partial_rotary_factor={share} of head_dim={head_dim} is not supported; use a "
-            "checkpoint that rotates whole pairs of elements"
-        )
-    return share
+    plain = {"rope_theta": raw["rope_theta"], longest: raw["max_position_embeddings"]}
+    return plain | dict(own(raw, rope)) | outer
 
 
 def rope_factor(folder: Path, rope: Mapping[str, Any], allow_partial: bool = False) -> float | None:
-    """Return the factor of Llama 3's scaling, or None for plain rotary embeddings.
+    """Return the factor of SCALED rotary embeddings, or None for plain ones.
 
     allow_partial: whether only a share of a head may be rotated.
 
     Raises ConfigError for any other kind of scaling.
     """
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
+    if kind not in ("default", SCALED):
         raise ConfigError(
-            f"{folder}: rope_type={kind!r} is not supported; use a checkpoint with default or llama3"
+            f"{folder}: rope_type={kind!r} is not supported; use a checkpoint with default or {SCALED}"
         )
-    used = {"factor", *LLAMA3} if kind == "llama3" else {"original_max_position_embeddings"}
+    used = {"factor", *SCALING} if kind == SCALED else {"original_max_position_embeddings"}
     for name in rope.keys() - used - {"rope_type", "type", "rope_theta"}:
         partial = name == "partial_rotary_factor" and (rope[name] == 1.0 or allow_partial)
         if rope[name] is not None and not partial:
@@ -273,10 +222,10 @@ def rope_factor(folder: Path, rope: Mapping[str, Any], allow_partial: bool = Fal
             )
     if kind == "default":
         return None
-    for name, known in LLAMA3.items():
+    for name, known in SCALING.items():
         if rope.get(name) != known:
             raise ConfigError(
-                f"{folder}: {name}={rope.get(name)} of rope_type=llama3 is not supported, megatron "
+                f"{folder}: {name}={rope.get(name)} of rope_type={SCALED} is not supported, megatron "
                 f"computes with {known}; use a checkpoint that does too"
             )
     return rate_of(folder, rope, "factor")

@@ -1,46 +1,23 @@
 """The safetensors files of a Hugging Face folder: which tensor is in which file, and their types and shapes.
 
-Some folders have other names than those of hf_names.py: the text model is a part of a model with images, or
-one tensor holds the projections of all experts, in GPT-OSS transposed and with biases. `entries` has one
-entry for each tensor of hf_names.py. Does not import torch.
+Some folders have other names than those of hf_names.py: one tensor may hold the projections of all experts,
+or the text model is a part of a model with images (ModelShape.held). Does not import torch.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.hf_names import VALUE, VALUE_BIAS, Head
+from megatron_stppo.weights.sharding.hf_names import VALUE, VALUE_BIAS, Head, ModelShape
+from megatron_stppo.weights.sharding.tiles import Entry
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE = 1 << 24  # bytes that are compared at once
-
-
-TEXT = "model.language_model."  # prefix of the text model in a model with images
-JOINED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias)?")
-# an expert's tensor that hf_names.py has for a part of such a tensor with biases
-STACKED = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)\d+\.(gate_up|down)\.(weight|bias)")
-
-
-class Entry(NamedTuple):
-    """A tensor, which is the whole or a part of a file's tensor `key`.
-
-    Example: Entry(Path("model.safetensors"), "BF16", (512, 2048), "model.layers.0.mlp.experts.gate_up_proj",
-    (3, 512)) has the rows 512..1023 of the fourth expert's matrix.
-    """
-
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    key: str
-    part: tuple[int, int] | None = None  # index of the expert, and the first of its rows; None: the whole
-    transposed: bool = False  # the file's tensor has the expert's columns before its rows
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
@@ -65,8 +42,13 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     return files
 
 
-def entries(folder: Path) -> dict[str, Entry]:
-    """Return {name: entry} of every tensor in the folder's files; the tensors themselves are not read.
+def entries(folder: Path, shape: ModelShape) -> dict[str, Entry]:
+    """Return {name: entry} of every tensor of hf_names.py in the folder's files."""
+    return {name: of for entry in in_files(folder) for name, of in shape.held(entry).items()}
+
+
+def in_files(folder: Path) -> list[Entry]:
+    """Return every tensor in the folder's files; the tensors themselves are not read.
 
     Raises ConfigError if a file cannot be read or the index is wrong.
     """
@@ -90,50 +72,13 @@ def entries(folder: Path) -> dict[str, Entry]:
     absent = sorted(named.keys() - present) if named is not None else []
     if absent:
         raise ConfigError(f"{folder}: no file has the tensor {absent[0]!r} of {INDEX}; fetch both again")
-    biased = any(key.endswith(".experts.gate_up_proj_bias") for key in present)
-    return {name: of for entry in given for name, of in _named(entry, biased).items()}
-
-
-def _named(entry: Entry, biased: bool) -> dict[str, Entry]:
-    """Return the tensors of hf_names.py that a file's tensor holds; under its own name if there are none.
-
-    biased: whether the folder's experts have biases. Then each is [columns, rows], gate and up in turn.
-    """
-    name = entry.key.replace(TEXT, "model.", 1) if entry.key.startswith(TEXT) else entry.key
-    joined = JOINED.fullmatch(name)
-    if joined is None or len(entry.shape) != (2 if joined[3] else 3):
-        return {name: entry}
-    if biased:
-        kind, shape = "bias" if joined[3] else "weight", entry.shape[:0:-1]
-        return {
-            f"{joined[1]}{expert}.{joined[2].removesuffix('_proj')}.{kind}": entry._replace(
-                shape=shape, part=(expert, 0), transposed=joined[3] is None
-            )
-            for expert in range(entry.shape[0])
-        }
-    experts, rows, columns = entry.shape
-    linears = ("gate_proj", "up_proj") if joined[2] == "gate_up_proj" else ("down_proj",)
-    each = rows // len(linears)
-    return {
-        f"{joined[1]}{expert}.{linear}.weight": entry._replace(shape=(each, columns), part=(expert, n * each))
-        for expert in range(experts)
-        for n, linear in enumerate(linears)
-    }
-
-
-def stack_of(name: str) -> str:
-    """Return the file's tensor that holds a tensor of hf_names.py; `name` itself unless experts have biases.
-
-    Example: model.layers.0.mlp.experts.gate_up_proj_bias holds model.layers.0.mlp.experts.3.gate_up.bias.
-    """
-    found = STACKED.fullmatch(name)
-    return f"{found[1]}{found[2]}_proj{'_bias' * (found[3] == 'bias')}" if found else name
+    return given
 
 
 def head_of_critic(folder: Path) -> Head:
     """Return "value" if the folder has the value head that `cold-start --critic` writes, else "none"."""
-    given = entries(folder)
-    shapes = [given[key].shape[:1] for key in (VALUE, VALUE_BIAS) if key in given]
+    given = {entry.key: entry.shape for entry in in_files(folder)}
+    shapes = [given[key][:1] for key in (VALUE, VALUE_BIAS) if key in given]
     return "value" if shapes == [(1,), (1,)] else "none"
 
 

@@ -241,7 +241,7 @@ def transfer(
     return Transfer(
         with_adapters(source, serving_adapter_spans if from_engine else adapter_spans),
         with_adapters(serving, serving_adapter_spans),
-        widths | widths_of(shapes),
+        widths | widths_of(shape, shapes),
         shapes.keys(),
     )
 

@@ -1,8 +1,10 @@
-"""Describes a tensor as a tuple of spans that tile it along one dimension, with functions to make them."""
+"""Describes a tensor as a tuple of spans that tile it along one dimension, with functions to make them; and
+where a tensor is in a file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 PADDING = ""  # the hf_key of padding rows, which are zero, exist on one side only and are never sent
@@ -50,3 +52,18 @@ def cut(spans: tuple[Span, ...], first: int, size: int) -> tuple[Span, ...]:
             shift = begin - local
             out.append(Span(key, dim, 0 if key == PADDING else start + shift, end - begin, begin - first))
     return tuple(out)
+
+
+class Entry(NamedTuple):
+    """A tensor, which is the whole or a part of a file's tensor `key`.
+
+    Example: Entry(Path("model.safetensors"), "BF16", (512, 2048), "model.layers.0.mlp.experts.gate_up_proj",
+    (3, 512)) has the rows 512..1023 of the fourth expert's matrix.
+    """
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    key: str
+    part: tuple[int, int] | None = None  # index of the expert, and the first of its rows; None: the whole
+    transposed: bool = False  # the file's tensor has the expert's columns before its rows

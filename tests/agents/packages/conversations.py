@@ -22,7 +22,7 @@ HERMES = '<tool_call>\n{{"name": "capital", "arguments": {{"country": "{}"}}}}\n
 JSON = '{{"name": "capital", "parameters": {{"country": "{}"}}}}'
 
 
-LLAMA3 = ["<|python_tag|>", *LLAMA]
+SCALING = ["<|python_tag|>", *LLAMA]
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ FAMILIES = {
     "qwen2_5": Family(QWEN, "hermes", HERMES),
     "qwen3": Family(QWEN, "hermes", HERMES),
     "qwen3_instruct_2507": Family(QWEN, "hermes", HERMES),
-    "llama3_1": Family(LLAMA3, "llama3_json", JSON, "; "),
-    "llama3_2": Family(LLAMA3, "llama3_json", JSON, "; "),
+    "llama3_1": Family(SCALING, "llama3_json", JSON, "; "),
+    "llama3_2": Family(SCALING, "llama3_json", JSON, "; "),
 }
 
 

@@ -34,13 +34,13 @@ def layers_of(mesh: Any, experts: int, dtype: torch.dtype, kinds: Sequence[str],
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     from megatron_stppo.config import Config
+    from megatron_stppo.families.llama import Qwen3Moe
     from megatron_stppo.model.build import transformer_config
     from megatron_stppo.model.experts.grouped_experts import GroupedExperts
-    from megatron_stppo.weights.sharding.hf_names import ModelShape
 
     given = {"gradient_accumulation_fusion": fused}
     config = Config.model_validate({"model": {"path": "none"}, "megatron": given})
-    shape = ModelShape("qwen3_moe", 1, 16, 2, 2, 8, 24, 32, False, False, True, 1e6, 1e-6, 64)
+    shape = Qwen3Moe("qwen3_moe", 1, 16, 2, 2, 8, 24, 32, False, 1e6, 1e-6, 64)
     shape = replace(shape, experts=experts, experts_per_token=1, renormalised=False)
     settings = transformer_config(shape, config, mesh, dtype)
     parts = get_gpt_layer_local_spec(num_experts=experts).submodules.mlp.submodules.experts.submodules

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megatron_stppo.weights.sharding.families import KINDS
+from megatron_stppo.families.qwen3_next import KINDS
 from tests.ranks import run_ranks
 from tests.rollout.vllm import families
 from tests.rollout.vllm.tiny import CONTEXT, VOCABULARY, build_tokenizer, reference_logprobs

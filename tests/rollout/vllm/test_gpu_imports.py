@@ -13,7 +13,8 @@ import torch
 
 from megatron_stppo.cluster.launch.vllm_environment import check_cuda_functions
 from megatron_stppo.config import ConfigError
-from megatron_stppo.rollout.vllm.vllm_setup import sinks_backend
+from megatron_stppo.families.gpt_oss import GptOss
+from megatron_stppo.rollout.vllm.vllm_setup import attention_backend
 
 UNCOLLECTED = "import gc; gc.disable()\n"  # the imports take a fifth less time
 # Runs in a process of its own, because the platform is chosen once per process. UnspecifiedPlatform is the
@@ -128,4 +129,4 @@ def test_attention_reads_sinks_where_the_reshard_writes_them(
     monkeypatch: pytest.MonkeyPatch, major: int, backend: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    assert sinks_backend() == backend
+    assert attention_backend(GptOss.gpu_attention) == backend

@@ -142,6 +142,6 @@ def write(path: Path, parameters: Any, shape: Any, config: Any, mesh: Any) -> No
 
     layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in range(mesh.world)}
     shapes = adapter_shapes(shape, config.model.lora.rank, config.model.lora.names)
-    whole = gather(parameters, layouts, shapes, shapes)
+    whole = gather(parameters, layouts, shape, shapes, shapes)
     if mesh.rank == 0:
         save_file(whole, path)

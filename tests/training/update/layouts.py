@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.cluster.launch import process
-from megatron_stppo.weights.sharding.hf_fields import LLAMA3
+from megatron_stppo.weights.sharding.hf_fields import SCALING
 
 # No clipping by norm, so that the gradients after the step are those of the loss.
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.01, "grad_clip": 1e9, "warmup_fraction": 0.0}
@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
 }
-SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **LLAMA3}
+SCALED = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, **SCALING}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 150_000.0,

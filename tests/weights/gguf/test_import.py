@@ -95,7 +95,7 @@ ODD = np.zeros((64, 64), dtype=np.float32)
             "tensor blk.0.attn_k.weight has the shape [64",
         ),
         ({"tensors": {"blk.0.post_norm.weight": ODD}}, "tensor 'blk.0.post_norm' is not known"),
-        ({"tensors": {"rope_freqs.weight": ODD[0, :8] + 3}}, "rope_freqs.weight is not Llama 3's scaling"),
+        ({"tensors": {"rope_freqs.weight": ODD[0, :8] + 3}}, "rope_freqs.weight is not the scaling llama3"),
     ],
 )
 def test_a_file_that_would_become_another_model_is_refused(

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from torch import Tensor
 
-from megatron_stppo.weights.sharding.hf_fields import LLAMA3
+from megatron_stppo.weights.sharding.hf_fields import SCALING
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
 from tests.rollout.vllm.tiny import TEMPLATE, build_tokenizer
 
@@ -30,7 +30,7 @@ SIZES: dict[str, Any] = {
     "hidden_act": "silu",
 }
 ROPE = {"rope_theta": 5e5, "rope_type": "default"}
-SCALED = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0} | LLAMA3
+SCALED = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0} | SCALING
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 # Name: model_type, the architecture in the file, fields beside SIZES
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -102,7 +102,7 @@ def divisors(rope: dict[str, Any], size: int) -> np.ndarray:
     """Return Llama 3's divisors of the frequencies, one at a time."""
     found = []
     for i in range(0, size, 2):
-        turns = LLAMA3["original_max_position_embeddings"] / (2 * np.pi * rope["rope_theta"] ** (i / size))
+        turns = SCALING["original_max_position_embeddings"] / (2 * np.pi * rope["rope_theta"] ** (i / size))
         smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
         inside = 1 / ((1 - smooth) / rope["factor"] + smooth)
         found.append(rope["factor"] if smooth < 0 else 1.0 if smooth > 1 else inside)

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.weights.reshard.plan import RowCopy, plan_copies
-from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes
+from megatron_stppo.weights.sharding.hf_names import ModelShape, families, hf_shapes
 from megatron_stppo.weights.sharding.tiles import PADDING, Spans
 
 
 def model_shape(**changes) -> ModelShape:
     """Return the shape of a small Qwen3: 4 layers, hidden 8, 4 heads of 2, 2 KV heads, ffn 12, 300 tokens."""
     sizes = {"layers": 4, "hidden": 8, "heads": 4, "kv_heads": 2, "head_dim": 2, "ffn": 12, "vocab": 300}
-    flags = {"tied": False, "qkv_bias": False, "qk_norm": True}
-    rest = {"family": "qwen3", "rope_theta": 1e4, "norm_eps": 1e-6, "max_positions": 64}
-    return ModelShape(**(sizes | flags | rest | changes))
+    rest = {"family": "qwen3", "tied": False, "rope_theta": 1e4, "norm_eps": 1e-6, "max_positions": 64}
+    given = sizes | rest | changes
+    return families()[given["family"]](**given)
 
 
 def checkpoint(shape: ModelShape, dtype=torch.float32) -> dict[str, Tensor]:

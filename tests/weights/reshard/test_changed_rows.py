@@ -43,7 +43,7 @@ class Case:
         for number, (key, size) in enumerate(small.items()):
             numbers = torch.arange(size[0] * size[1]).add(number).remainder(7).sub(3)
             self.held[key] = numbers.view(size).float()  # sums of small integers are exact
-        self.widths = row_widths(self.shape) | widths_of(small)
+        self.widths = row_widths(self.shape) | widths_of(self.shape, small)
         self.train = training_layouts(self.shape, layout)
         self.serving = serving_layouts(self.shape, WORLD, tensor)
         self.rows = transfer(self.shape, self.train, self.serving, self.served)
@@ -96,7 +96,7 @@ def copied(report):
 def every_case():
     for layout, tensor, targets, sizes in (
         (Layout(2, 2, 1), 1, ALL, {"tied": True}),
-        (Layout(1, 2, 2), 2, ALL, {"qkv_bias": True}),
+        (Layout(1, 2, 2), 2, ALL, {"family": "qwen2"}),
         (Layout(4, 1, 1), 4, ALL, {}),  # more ranks than heads of keys, which engines then repeat
         (Layout(1, 1, 4), 2, ("q_proj", "v_proj", "down_proj"), {}),
     ):

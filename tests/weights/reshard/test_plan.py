@@ -6,11 +6,11 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from megatron_stppo.families.qwen3_next import KINDS, Hybrid
+from megatron_stppo.families.qwen3_next.delta_net import DeltaNet
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.reshard.plan import PlanError, RowCopy, buckets, digest, lower_bound
-from megatron_stppo.weights.sharding.delta_net import DeltaNet
-from megatron_stppo.weights.sharding.families import FAMILIES, KINDS
-from megatron_stppo.weights.sharding.hf_names import hf_shapes
+from megatron_stppo.weights.sharding.hf_names import families, hf_shapes
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts, whole_spans
 from megatron_stppo.weights.sharding.tiles import PADDING, Span
 from tests.weights.reshard.pieces import apply, blank, build_plan, checkpoint, cut, model_shape, padding_rows
@@ -47,20 +47,19 @@ def models_and_layouts(draw):
         st.sampled_from([h for h in (1, 2, 4, 6, 8) if kv_heads * h % max(tensor, serving) == 0])
     )
     head_dim = draw(st.sampled_from([d for d in (1, 2, 4) if (heads + 2 * kv_heads) * d % tensor == 0]))
-    family = draw(st.sampled_from(sorted(FAMILIES)))
-    expert = draw(st.sampled_from([1, 2])) if FAMILIES[family].experts and layout.data == 2 else 1
-    experts = expert * draw(st.sampled_from([1, 2, 3])) if FAMILIES[family].experts else 0
-    kinds, net = (), None
-    if FAMILIES[family].delta_net:
-        kinds = tuple(draw(st.sampled_from(KINDS)) for _ in range(layers))
+    family = draw(st.sampled_from(sorted(families())))
+    kind, own = families()[family], {}
+    expert = draw(st.sampled_from([1, 2])) if kind.mixture and layout.data == 2 else 1
+    experts = expert * draw(st.sampled_from([1, 2, 3])) if kind.mixture else 0
+    if issubclass(kind, Hybrid):
         groups = math.lcm(tensor, serving) * draw(st.sampled_from([1, 2]))
-        net = DeltaNet(groups, groups * draw(st.sampled_from([1, 3])), 2, 3, 4, FAMILIES[family].joined)
+        own = {
+            "kinds": tuple(draw(st.sampled_from(KINDS)) for _ in range(layers)),
+            "delta_net": DeltaNet(8, groups, groups * draw(st.sampled_from([1, 3])), 2, 3, 4, kind.joined),
+            "shared_ffn": 8 if kind.mixture else 0,
+        }
     shape = model_shape(
         family=family,
-        kinds=kinds,
-        delta_net=net,
-        output_gate=FAMILIES[family].output_gate,
-        shared_ffn=8 if FAMILIES[family].shared_expert else 0,
         layers=layers,
         hidden=draw(st.integers(1, 5)),
         heads=heads,
@@ -69,10 +68,8 @@ def models_and_layouts(draw):
         ffn=8 * draw(st.integers(1, 2)),
         vocab=draw(st.integers(1, 600)),
         tied=draw(st.booleans()),
-        qkv_bias=FAMILIES[family].qkv_bias,
-        qk_norm=FAMILIES[family].qk_norm,
-        **{name: getattr(FAMILIES[family], name) for name in ("bias", "sinks", "stacked")},
         experts=experts,
+        **own,
     )
     spec = draw(st.sampled_from(["local", "transformer_engine"]))
     return shape, dataclasses.replace(layout, expert=expert), spec, serving
@@ -86,7 +83,7 @@ def test_every_element_is_written_once_with_the_value_that_the_checkpoint_has(ca
     train, engine, whole = (
         training_layouts(shape, layout, spec=spec),
         serving_layouts(shape, layout.world, serving),
-        whole_spans(hf_shapes(shape)),
+        whole_spans(shape, hf_shapes(shape)),
     )
     source = {rank: cut(spans, held, widths) for rank, spans in train.items()}
 

@@ -71,7 +71,7 @@ def sync_all_topologies():
         (False, Layout(4, 1, 1), 2, torch.float32),
         (True, Layout(1, 1, 4), 4, torch.float64),
     ):
-        shape = model_shape(tied=tied, qkv_bias=not tied, vocab=1000)
+        shape = model_shape(family="qwen3" if tied else "qwen2", tied=tied, vocab=1000)
         resharder, _, target, expected = case(shape, layout, serving, wire)
         assert "no sync has run" in refused(resharder)
         reports = [resharder.sync(version) for version in (7, 8)]
@@ -89,7 +89,7 @@ def merge_adapters():
         held, small = checkpoint(shape), adapter_shapes(shape, r, targets)
         for number, (key, size) in enumerate(small.items()):
             held[key] = torch.arange(size[0] * size[1]).add(number).remainder(7).sub(3).view(size).float()
-        widths = row_widths(shape) | widths_of(small)
+        widths = row_widths(shape) | widths_of(shape, small)
         train, engine = training_layouts(shape, layout), serving_layouts(shape, WORLD, serving)
         rank = dist.get_rank()
         source = cut(train[rank], held, widths)

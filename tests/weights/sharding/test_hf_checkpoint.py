@@ -42,7 +42,7 @@ def test_a_rank_gets_its_rows_from_one_file_or_several_and_zeros_for_padding(tmp
     two_files(tmp_path / "split", held)
     for folder in (tmp_path, tmp_path / "split"):
         parameters = blank(SPANS, WIDTHS)
-        load_hf(folder, SPANS, parameters)
+        load_hf(folder, SHAPE, SPANS, parameters)
         assert all(torch.equal(parameters[name], expected[name]) for name in SPANS)
 
 
@@ -50,7 +50,7 @@ def test_rows_are_cast_to_the_parameters_type_and_a_value_head_is_kept(tmp_path)
     save_file(checkpoint(SHAPE), tmp_path / "model.safetensors")
     spans = training_spans(SHAPE, Layout(), 0, head="none")
     parameters = blank(spans, WIDTHS, torch.bfloat16) | {"output_layer.weight": torch.full((1, 8), 5.0)}
-    load_hf(tmp_path, spans, parameters, keep={"output_layer.weight"})
+    load_hf(tmp_path, SHAPE, spans, parameters, keep={"output_layer.weight"})
     assert parameters["decoder.final_layernorm.weight"].dtype == torch.bfloat16
     assert (parameters["output_layer.weight"] == 5.0).all()
 
@@ -60,16 +60,16 @@ def test_a_missing_tensor_or_file_or_a_wrong_size_is_named(tmp_path):
     held = checkpoint(SHAPE)
     save_file({k: v for k, v in held.items() if k != key}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"has no tensor '{key}'"):
-        load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+        load_hf(tmp_path, SHAPE, SPANS, blank(SPANS, WIDTHS))
     save_file(held | {key: torch.zeros(12, 7)}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=rf"'{key}' has shape \[12, 7\]"):
-        load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+        load_hf(tmp_path, SHAPE, SPANS, blank(SPANS, WIDTHS))
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read"):
-        load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+        load_hf(tmp_path, SHAPE, SPANS, blank(SPANS, WIDTHS))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"holds neither model\.safetensors nor"):
-        load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+        load_hf(tmp_path, SHAPE, SPANS, blank(SPANS, WIDTHS))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -78,9 +78,9 @@ def test_a_tensor_that_is_not_finite_is_named(tmp_path, value, place):
     held, key = checkpoint(SHAPE), "model.layers.3.self_attn.o_proj.weight"
     held[key][place] = value
     save_file(held, tmp_path / "model.safetensors")
-    spans = whole_spans({name: tuple(tensor.shape) for name, tensor in held.items()})
+    spans = whole_spans(SHAPE, {name: tuple(tensor.shape) for name, tensor in held.items()})
     with pytest.raises(ConfigError, match=rf"tensor '{key}' has NaN or infinity; fetch the folder again"):
-        load_hf(tmp_path, spans, {name: torch.empty_like(tensor) for name, tensor in held.items()})
+        load_hf(tmp_path, SHAPE, spans, {name: torch.empty_like(tensor) for name, tensor in held.items()})
 
 
 def test_an_index_must_name_every_tensor_and_only_files_in_its_folder(tmp_path):
@@ -91,7 +91,7 @@ def test_an_index_must_name_every_tensor_and_only_files_in_its_folder(tmp_path):
         json.dumps({"weight_map": {k: v for k, v in weight_map.items() if k != key}})
     )
     with pytest.raises(ConfigError, match=rf"holds the tensor '{key}', which model\.safetensors\.index"):
-        load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+        load_hf(tmp_path, SHAPE, SPANS, blank(SPANS, WIDTHS))
     for name in (
         "../x.safetensors",
         "../../etc/passwd",
@@ -104,21 +104,21 @@ def test_an_index_must_name_every_tensor_and_only_files_in_its_folder(tmp_path):
     ):
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map | {key: name}}))
         with pytest.raises(ConfigError, match="outside the folder"):
-            load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+            load_hf(tmp_path, SHAPE, SPANS, blank(SPANS, WIDTHS))
     for text in ("[]", '{"weight_map": 5}', '{"weight_map": ["x"]}', "[" * 100_000, "{"):
         (tmp_path / INDEX).write_text(text)
         with pytest.raises(ConfigError, match="cannot be read"):
-            load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+            load_hf(tmp_path, SHAPE, SPANS, blank(SPANS, WIDTHS))
 
 
 def test_pickled_weights_are_never_loaded(tmp_path):
     canary = pickle.dumps(Canary(tmp_path / "alive"))
     (tmp_path / "pytorch_model.bin").write_bytes(canary)
     with pytest.raises(ConfigError, match="convert the weights to safetensors"):
-        load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+        load_hf(tmp_path, SHAPE, SPANS, blank(SPANS, WIDTHS))
     (tmp_path / "model.safetensors").write_bytes(canary)
     with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read"):
-        load_hf(tmp_path, SPANS, blank(SPANS, WIDTHS))
+        load_hf(tmp_path, SHAPE, SPANS, blank(SPANS, WIDTHS))
     assert not (tmp_path / "alive").exists()
 
 

@@ -12,11 +12,13 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.families import FAMILIES, HYBRID
-from megatron_stppo.weights.sharding.hf_fields import LLAMA3, MISSING, PLAIN
-from megatron_stppo.weights.sharding.hf_names import read_shape
+from megatron_stppo.families.gpt_oss import GptOss
+from megatron_stppo.families.qwen3_next import MISSING as HYBRID
+from megatron_stppo.families.qwen3_next import Hybrid
+from megatron_stppo.weights.sharding.hf_fields import MISSING, PLAIN, SCALING
+from megatron_stppo.weights.sharding.hf_names import families, read_shape
 
-each_family = pytest.mark.parametrize("family", FAMILIES)
+each_family = pytest.mark.parametrize("family", families())
 SIZES = {
     "num_hidden_layers": 2,
     "hidden_size": 64,
@@ -38,12 +40,12 @@ UNUSED = {  # fields that do not change the log-probs of a model that is evaluat
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 }
 
-YARN = FAMILIES["gpt_oss"].missing["rope_parameters"]
+YARN = GptOss.missing["rope_parameters"]
 
 
 def read(folder: Path, family: str, **fields: Any) -> Any:
-    name = "num_local_experts" if family == "mixtral" else "num_experts"
-    experts = {name: 4} if FAMILIES[family].experts else {}
+    kind = families()[family]
+    experts = {kind.experts_field: 4} if kind.mixture else {}
     (folder / "config.json").write_text(json.dumps({"model_type": family} | SIZES | experts | fields))
     return read_shape(folder)
 
@@ -53,7 +55,7 @@ def test_every_field_of_a_family_is_read_or_refused_or_does_not_matter(family: s
     kind = CONFIG_MAPPING[family]
     own = {field.name for field in dataclasses.fields(kind)}
     common = {field.name for field in dataclasses.fields(kind.__mro__[1])} - {"rope_parameters"}
-    assert own - common - READ - PLAIN.keys() - FAMILIES[family].fixed.keys() - UNUSED == set()
+    assert own - common - READ - PLAIN.keys() - families()[family].fixed.keys() - UNUSED == set()
 
 
 @each_family
@@ -65,9 +67,10 @@ def test_a_missing_field_has_the_value_of_transformers(tmp_path: Path, family: s
     assert shape.norm_eps == theirs.rms_norm_eps
     assert shape.max_positions == theirs.max_position_embeddings
     assert shape.tied == theirs.tie_word_embeddings
-    if FAMILIES[family].experts:
+    if shape.experts:
         assert shape.renormalised == getattr(theirs, "norm_topk_prob", True)
-    if (net := shape.delta_net) is not None:
+    if isinstance(shape, Hybrid):
+        assert (net := shape.delta_net) is not None
         assert list(shape.kinds) == theirs.layer_types
         assert shape.rotary_share == theirs.rope_parameters["partial_rotary_factor"]
         assert (net.key_heads, net.value_heads) == (
@@ -76,12 +79,13 @@ def test_a_missing_field_has_the_value_of_transformers(tmp_path: Path, family: s
         )
         assert (net.key_dim, net.value_dim) == (theirs.linear_key_head_dim, theirs.linear_value_head_dim)
         assert net.width == theirs.linear_conv_kernel_dim
-    if (yarn := shape.yarn) is not None:
-        rope = theirs.rope_parameters
+    if isinstance(shape, GptOss):
+        yarn, rope = shape.yarn, theirs.rope_parameters
         assert (yarn.factor, yarn.fast, yarn.slow) == (rope["factor"], rope["beta_fast"], rope["beta_slow"])
         assert (yarn.original, yarn.truncate) == (rope["original_max_position_embeddings"], rope["truncate"])
-        assert (list(shape.kinds), shape.window) == (theirs.layer_types, theirs.sliding_window)
-    if shape.shared_ffn:
+        windows = {"sliding_attention": theirs.sliding_window, "full_attention": 0}
+        assert [mixer.window for mixer in shape.mixers] == [windows[kind] for kind in theirs.layer_types]
+    if isinstance(shape, Hybrid) and shape.shared_ffn:
         assert shape.shared_ffn == theirs.shared_expert_intermediate_size
 
 
@@ -101,7 +105,7 @@ def test_a_missing_field_has_the_value_of_transformers(tmp_path: Path, family: s
 def test_the_rotary_base_is_read_where_transformers_reads_it(
     tmp_path: Path, family: str, fields: dict[str, Any]
 ) -> None:
-    if FAMILIES[family].sinks:  # which needs YaRN
+    if family == "gpt_oss":  # which needs YaRN
         kept = {"rope_type", "type"}
         fields = {
             name: YARN | {k: v for k, v in of.items() if k not in kept} if isinstance(of, dict) else of
@@ -111,7 +115,7 @@ def test_the_rotary_base_is_read_where_transformers_reads_it(
     assert AutoConfig.from_pretrained(tmp_path).rope_parameters["rope_theta"] == 5e5
 
 
-SCALED = {"rope_type": "llama3", "factor": 8.0, **LLAMA3}
+SCALED = {"rope_type": "llama3", "factor": 8.0, **SCALING}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.hf_fields import LLAMA3
+from megatron_stppo.weights.sharding.hf_fields import SCALING
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 GIVEN = {
@@ -14,7 +14,7 @@ GIVEN = {
     "intermediate_size": 48,
     "vocab_size": 300,
 }
-SCALED = {"rope_type": "llama3", "factor": 32.0, **LLAMA3}
+SCALED = {"rope_type": "llama3", "factor": 32.0, **SCALING}
 
 
 def shape_of(folder, **changes):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import types
 from pathlib import Path
 from typing import Any
 
 from megatron_stppo.cluster.launch import process
 
-LENGTHS = (70, 1, 64, 5)
+LENGTHS = (70, 1, 64, 5)  # more and fewer tokens than a window, and than a chunk
 
 
 def both(folder: Path) -> tuple[dict[str, float], list[float]]:
@@ -23,6 +24,7 @@ def both(folder: Path) -> tuple[dict[str, float], list[float]]:
     from megatron_stppo.model import build
     from megatron_stppo.parallel import groups
     from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
+    from megatron_stppo.weights.sharding.hf_write import as_stored
     from megatron_stppo.weights.sharding.spans import training_layouts
 
     torch.set_num_threads(1)
@@ -46,28 +48,28 @@ def both(folder: Path) -> tuple[dict[str, float], list[float]]:
     (own * weigh[order]).sum().backward()
     parameters = {name: p.grad for name, p in build.named_parameters([model]).items()}
     shapes = hf_shapes(shape)
-    found = gather(parameters, training_layouts(shape, mesh.layout), shapes, shapes)
+    found = as_stored(shape, gather(parameters, training_layouts(shape, mesh.layout), shape, shapes, shapes))
     expected = torch.cat([
         theirs(torch.tensor([[*t.prompt_ids, *t.turns[0].token_ids]]), use_cache=False)
         .logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(t.turns[0].token_ids)[:, None])[:, 0]
         for t in played
     ])  # fmt: skip
     (expected * weigh).sum().backward()
-    apart = {
-        name: float((found[name] - p.grad).norm() / p.grad.norm())
-        for name, p in theirs.named_parameters()
-        if name in found
-    }
-    assert len(apart) == len(shapes)
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    apart = {name: float((found[name] - p).norm() / p.norm()) for name, p in gradients.items()}
+    assert apart.keys() == found.keys()
     return apart, (own - expected[order]).abs().tolist()
 
 
 def in_float64(folder: Path) -> Any:
-    """Return the model of transformers, which converts to float32 in places, here to float64. Replaces
-    functions of this process."""
+    """Return the model of transformers, which converts to float32 in places, here to float64; megatron's
+    router too. Replaces functions of this process."""
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+    from megatron.core.transformer.moe import moe_utils
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = AutoConfig.from_pretrained(folder).model_type.removesuffix("_text")
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
 
     class Float64(types.ModuleType):
         float32 = float = torch.float64
@@ -75,9 +77,11 @@ def in_float64(folder: Path) -> Any:
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
-    modeling.torch, torch.Tensor.float = Float64("torch"), torch.Tensor.double  # type: ignore[assignment]
-    kinds: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager"}
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, **kinds)
+    moe_utils.torch = modeling.torch = Float64("torch")
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[assignment]
+    kinds: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **kinds).double()
     rope = model.model.rotary_emb
-    rope.inv_freq = rope.compute_default_rope_parameters(model.config)[0]
+    if rope.rope_type == "default":
+        rope.inv_freq = rope.compute_default_rope_parameters(model.config)[0]
     return model

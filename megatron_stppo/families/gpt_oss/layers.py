@@ -1,16 +1,30 @@
-"""Attention whose softmax has one more term per head, a sink, and which may see only the last tokens.
+"""The layers of GPT-OSS: attention with sinks and windows, experts with biases, and YaRN's angles.
 
-With scores s_j of a query and the sink z of its head, p_j = exp(s_j) / (exp(z) + sum_i exp(s_i)). The sink
-belongs to no token, so that a query can attend to nothing (OpenAI, gpt-oss model card, arXiv 2508.10925).
+The softmax of attention has one more term per head, a sink. With scores s_j of a query and the sink z of its
+head, p_j = exp(s_j) / (exp(z) + sum_i exp(s_i)). The sink belongs to no token, so that a query can attend to
+nothing (OpenAI, gpt-oss model card, arXiv 2508.10925).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+
+from megatron_stppo.config import Config
+from megatron_stppo.families.gpt_oss import GptOss, SinkAttention
+from megatron_stppo.families.gpt_oss.biased_experts import BiasedExperts
+from megatron_stppo.model.attention import PackedAttention, Pieces, repeated_heads
+from megatron_stppo.model.layers import Layers
+from megatron_stppo.model.token_model import TokenModel
+from megatron_stppo.weights.sharding.parts import Mixer
 
 
 def seen(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
@@ -103,3 +117,67 @@ class SinkOnFlash(torch.autograd.Function):
         along = (gradient.to(total.dtype) * out).sum(-1).t()  # [heads, P]
         of_sinks = -((sinks.to(total.dtype)[:, None] - total).exp() * along).sum(1)
         return of_q, of_k, of_v, of_sinks.to(sinks.dtype), None
+
+
+class PackedSinks(PackedAttention):
+    """Attention with a sink per head, to the last `window` tokens; 0: to all."""
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, window: int, pg_collection: Any, **kwargs: Any
+    ) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.window, self.tp_group = window, pg_collection.tp
+        own = config.num_attention_heads // self.tp_group.size()
+        self.sinks = torch.nn.Parameter(torch.zeros(own, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.sinks, is_parallel=True, dim=0, stride=1)
+
+    def _attend_piece(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return with_sinks(q, k, v, self.sinks, self.scale, self.window)
+
+    def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
+        flash = FlashPieces(
+            pieces.query_offsets, pieces.key_offsets, max(pieces.queries), max(pieces.keys),
+            self.scale, self.window,
+        )  # fmt: skip
+        out: Tensor = SinkOnFlash.apply(
+            query, repeated_heads(key, query, 1), repeated_heads(value, query, 1), self.sinks, flash
+        )
+        return out
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """Return megatron's description of this rank's sinks, for checkpoints."""
+        return make_sharded_tensors_for_checkpoint(
+            {"sinks": self.sinks},
+            prefix,
+            {"sinks": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+
+
+class SinkLayers(Layers):
+    experts = BiasedExperts
+
+    def __init__(self, shape: GptOss, config: Config, dtype: torch.dtype) -> None:
+        super().__init__(shape, config, dtype)
+        self._yarn, self._base = shape.yarn, shape.rope_theta
+
+    def settings(self, fields: Mapping[str, Any]) -> TransformerConfig:
+        settings = super().settings(fields)
+        settings.add_bias_linear = True  # megatron refuses biases of experts with tensor parallelism
+        return settings
+
+    def local(self, mixer: Mixer) -> Any:
+        assert isinstance(mixer, SinkAttention)
+        spec = super().local(mixer)
+        attention = spec.submodules.self_attention.submodules
+        attention.core_attention = partial(PackedSinks, window=mixer.window)
+        return spec
+
+    def finish(self, model: TokenModel) -> None:
+        assert self._yarn is not None
+        size = 2 * len(model.rotary_pos_emb.inv_freq)
+        model.use_frequencies(self._yarn.frequencies(self._base, size), self._yarn.scale)

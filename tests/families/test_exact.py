@@ -1,16 +1,21 @@
-"""The trainer's Qwen3.5 is that of transformers, in float64 and packed."""
+"""The trainer's models are those of transformers, in float64 and packed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.model.delta_net import exact
+import pytest
+
+from tests.families import exact
 from tests.ranks import run_ranks
 from tests.training.update.layouts import write_model
 
 
-def test_packed_sequences_have_the_logprobs_and_gradients_of_transformers(tmp_path: Path) -> None:
-    write_model(tmp_path, "qwen3_5")
+@pytest.mark.parametrize("family", ["qwen3_5", "gpt_oss"])
+def test_packed_sequences_have_the_logprobs_and_gradients_of_transformers(
+    tmp_path: Path, family: str
+) -> None:
+    write_model(tmp_path, family)
     ((gradients, logprobs),) = run_ranks(exact.both, 1, tmp_path)
     assert max(logprobs) < 1e-12
     assert max(gradients.values()) < 1e-11, max(gradients, key=gradients.__getitem__)

@@ -13,7 +13,8 @@ from transformers import GptOssConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model.flop import attention
+from megatron_stppo.families.gpt_oss import Yarn
+from megatron_stppo.model.flop import mixing
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
 from megatron_stppo.validation.model_weights import check_weights
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
@@ -21,7 +22,6 @@ from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import as_stored, by_file
 from megatron_stppo.weights.sharding.spans import serving_spans, whole_spans
 from megatron_stppo.weights.sharding.tiles import PADDING
-from megatron_stppo.weights.sharding.yarn import Yarn
 
 FIELDS: dict[str, Any] = {
     "model_type": "gpt_oss",
@@ -61,15 +61,15 @@ def test_a_folder_with_all_experts_in_one_tensor_is_read_and_written_bitwise(tmp
     save_file(given, tmp_path / "model.safetensors")
     check_weights("model.path", tmp_path, shape)
     found = {name: torch.empty(size) for name, size in shapes.items()}
-    load_hf(tmp_path, whole_spans(shapes), found)
+    load_hf(tmp_path, shape, whole_spans(shape, shapes), found)
     at = "model.layers.1.mlp.experts."
     assert torch.equal(found[f"{at}2.gate_up.weight"], given[f"{at}gate_up_proj"][2].t())
     assert torch.equal(found[f"{at}1.down.bias"], given[f"{at}down_proj_bias"][1])
-    again = as_stored(found)
+    again = as_stored(shape, found)
     assert {name: x.tolist() for name, x in again.items()} == {name: x.tolist() for name, x in given.items()}
     save_file(again, tmp_path / "again.safetensors")
     assert load_file(tmp_path / "again.safetensors").keys() == given.keys()
-    files = by_file(shapes, torch.float32, limit=1)  # one stack in each file
+    files = by_file(shape, shapes, torch.float32, limit=1)  # one stack in each file
     assert [*map(len, files.values())].count(3) == 8 and sum(map(len, files.values())) == len(shapes)
 
 
@@ -96,7 +96,7 @@ def test_frequencies_are_those_of_transformers(truncate: bool) -> None:
 def test_a_window_bounds_the_products_of_attention(tmp_path: Path) -> None:
     """Of 6 tokens, those of the window of 4 see 1, 2, 3, 4, 4, 4, counted as 16 / 2 + 2 * 4."""
     shape = read_shape(config(tmp_path).model.path)
-    assert attention(shape, [6]) == 2 * 4 * 4 * (36 + (36 - 4))
+    assert mixing(shape, [6]) == 2 * 4 * 4 * (36 + (36 - 4))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_window_bounds_the_products_of_attention(tmp_path: Path) -> None:
         (
             {"rollout": {"vllm": {"attention_backend": "FLASHINFER"}}},
             1,
-            "attention_backend=FLASHINFER: follows from the model, whose sinks",
+            "attention_backend=FLASHINFER: follows from model_type=gpt_oss",
         ),
         ({}, 5, "intermediate_size=24: vLLM's gpt_oss needs a multiple of the number of ranks 5"),
     ],

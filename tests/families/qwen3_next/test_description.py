@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_stppo.config import ConfigError
+from megatron_stppo.families.qwen3_next.delta_net import DeltaNet, merged
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_weights import check_weights, left_out
-from megatron_stppo.weights.sharding.delta_net import DeltaNet, merged
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
 from megatron_stppo.weights.sharding.hf_files import entries
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import by_file
+from megatron_stppo.weights.sharding.parts import TrainingRank
 from megatron_stppo.weights.sharding.spans import training_spans
 from megatron_stppo.weights.sharding.tiles import Span
 
@@ -53,7 +54,7 @@ def rows(spans: tuple[Span, ...]) -> list[tuple[str, int, int]]:
 
 def test_a_tensor_rank_has_the_rows_of_its_groups_one_after_another() -> None:
     """Each of two groups has a key head of 3 and two value heads of 5."""
-    spans = DeltaNet(2, 4, 3, 5, 4, joined=False).training_spans("x.", "", size=2, rank=1)
+    spans = DeltaNet(8, 2, 4, 3, 5, 4, joined=False).training_spans("x.", "", TrainingRank(Layout(2), 1))
     projected = rows(spans["in_proj.weight"])
     assert projected == [
         *(("in_proj_qkv", 3, 3), ("in_proj_qkv", 9, 3), ("in_proj_qkv", 22, 10)),
@@ -65,8 +66,8 @@ def test_a_tensor_rank_has_the_rows_of_its_groups_one_after_another() -> None:
 
 
 def test_joined_projections_are_read_group_by_group() -> None:
-    net = DeltaNet(2, 4, 3, 5, 4, joined=True)
-    spans = net.training_spans("x.", "", size=1, rank=0)
+    net = DeltaNet(8, 2, 4, 3, 5, 4, joined=True)
+    spans = net.training_spans("x.", "", TrainingRank(Layout(1), 0))
     assert rows(spans["in_proj.weight"]) == [
         *(("in_proj_qkvz", 0, 26), ("in_proj_ba", 0, 4)),
         *(("in_proj_qkvz", 26, 26), ("in_proj_ba", 4, 4)),
@@ -75,7 +76,7 @@ def test_joined_projections_are_read_group_by_group() -> None:
 
 
 def test_the_engine_has_all_queries_of_a_rank_before_its_keys() -> None:
-    spans = DeltaNet(4, 8, 3, 5, 4, joined=False).serving_spans("x.", 2, 1)
+    spans = DeltaNet(8, 4, 8, 3, 5, 4, joined=False).serving_spans("x.", 2, 1)
     assert rows(spans["x.in_proj_qkvz.weight"]) == [
         *(("in_proj_qkv", 6, 6), ("in_proj_qkv", 18, 6), ("in_proj_qkv", 44, 20), ("in_proj_z", 20, 20)),
     ]
@@ -104,16 +105,17 @@ def test_a_layer_has_the_tensors_of_its_kind(tmp_path: Path) -> None:
     assert not any("layers.0.self_attn" in name or "layers.1.linear_attn" in name for name in names)
 
 
-def test_a_file_in_bfloat16_has_four_bytes_for_each_decay() -> None:
+def test_a_file_in_bfloat16_has_four_bytes_for_each_decay(tmp_path: Path) -> None:
     shapes = {"x.A_log": (4,), "x.dt_bias": (4,)}
-    assert [len(by_file(shapes, torch.bfloat16, limit)) for limit in (24, 23)] == [1, 2]
+    shape = read_shape(write(tmp_path, FIELDS))
+    assert [len(by_file(shape, shapes, torch.bfloat16, limit)) for limit in (24, 23)] == [1, 2]
 
 
 def test_layers_without_a_list_follow_the_interval(tmp_path: Path) -> None:
     given = {name: value for name, value in FIELDS.items() if name != "layer_types"}
     shape = read_shape(write(tmp_path, given | {"num_hidden_layers": 8}))
-    attention = [layer for layer in range(8) if shape.delta_net_of(layer) is None]
-    assert attention == [3, 7] and (shape.recurrent_layers, shape.attention_layers) == (6, 2)
+    assert [layer for layer in range(8) if not shape.mixer(layer).recurrent] == [3, 7]
+    assert shape.recurrent_layers == 6
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,9 @@ def test_a_folder_with_images_drafts_and_joined_experts_has_the_same_rows(tmp_pa
     check_weights("model.path", nested, shape)
     assert "left out are 1 tensors mtp.* and 2 tensors model.visual.*" in left_out(nested, shape)
     assert left_out(plain, shape) == ""
-    assert {key: entry.shape for key, entry in entries(nested).items() if key in tensors} == hf_shapes(shape)
+    assert {key: entry.shape for key, entry in entries(nested, shape).items() if key in tensors} == hf_shapes(
+        shape
+    )
     spans = training_spans(shape, Layout(2), 1)
     found = []
     for folder in (plain, nested):
@@ -181,7 +185,7 @@ def test_a_folder_with_images_drafts_and_joined_experts_has_the_same_rows(tmp_pa
             name: torch.empty(_size(of, {key: tuple(t.shape) for key, t in tensors.items()}))
             for name, of in spans.items()
         }
-        load_hf(folder, spans, empty)
+        load_hf(folder, shape, spans, empty)
         found.append(empty)
     assert all(torch.equal(found[0][name], found[1][name]) for name in spans)
 

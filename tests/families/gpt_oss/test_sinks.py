@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_stppo.model.gpt_oss.sinks import SinkOnFlash, seen, with_sinks
+from megatron_stppo.families.gpt_oss.layers import SinkOnFlash, seen, with_sinks
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model.delta_net.sequences import Sequences
+from megatron_stppo.model.attention import Sequences
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ trajectories have in common are not shared, because each trajectory has a state 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,15 +22,55 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megatron_stppo.model.delta_net.convolution import Convolution, wide
-from megatron_stppo.model.delta_net.kernels import Kernels
-from megatron_stppo.model.delta_net.rule import gated_delta_rule
-from megatron_stppo.model.delta_net.sequences import Sequences
-from megatron_stppo.weights.sharding.delta_net import MIXED, PARTS, DeltaNet
+from megatron_stppo.families.qwen3_next.delta_net import MIXED, PARTS, DeltaNet
+from megatron_stppo.families.qwen3_next.kernels import Kernels
+from megatron_stppo.families.qwen3_next.rule import Chunks, gated_delta_rule
+from megatron_stppo.model.attention import Sequences
+from megatron_stppo.model.layers import wide
 
+Kernel = Callable[[Tensor, Tensor], Tensor | None]
 EPS = 1e-6  # of the normalised queries and keys, in transformers and vLLM
+
+
+class Convolution(torch.autograd.Function):
+    """y[t] = sum over n of weight[:, width - 1 - n] * x[t - n], where t - n is in the sequence of t.
+
+    x [P, C], weight [C, 1, width] (one filter per channel), position [P]: index of each token in its
+    sequence. It keeps x only; torch's operations would keep a shifted copy of x for every column of the
+    weight. kernel: another function of x and weight for y, which may return None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, position: Tensor, kernel: Kernel | None = None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, position)
+        given = kernel(x, weight) if kernel is not None else None
+        if given is not None:
+            return given
+        y = torch.zeros_like(x)
+        for back, column in enumerate(weight[:, 0].flip(1).unbind(1)):
+            y += column * shifted(x, back, position)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, position = ctx.saved_tensors
+        of_x, columns = torch.zeros_like(x), []
+        for back, column in enumerate(weight[:, 0].flip(1).unbind(1)):
+            columns.append((gradient * shifted(x, back, position)).sum(0, dtype=wide(x.dtype)))
+            inside = gradient.masked_fill((position < back)[:, None], 0)
+            of_x += column * inside.roll(-back, 0)
+        return of_x, torch.stack(columns[::-1], 1)[:, None].to(weight.dtype), None, None
+
+
+def shifted(x: Tensor, back: int, position: Tensor) -> Tensor:
+    """Return x [P, C] of the token `back` before each token, and 0 where that is in another sequence."""
+    return x.roll(back, 0).masked_fill((position < back)[:, None], 0) if back else x
 
 
 class Filter(torch.nn.Module):
@@ -115,7 +156,7 @@ class GatedDeltaNet(MegatronModule):
 
     def _mix(self, projected: Tensor, sequences: Sequences) -> Tensor:
         """Return [P, 1, value heads * V] of the projections [P, 1, rows]; P are all tokens."""
-        rows = self.sizes.rows
+        rows = self.sizes.each
         by_group = projected[:, 0].unflatten(1, (self._groups, -1))
         mixed, gate, strength, decay = by_group.split(
             [sum(rows[part] for part in MIXED), rows["z"], rows["b"], rows["a"]], dim=2
@@ -132,7 +173,7 @@ class GatedDeltaNet(MegatronModule):
         sizes, heads, high, kernels = self.sizes, len(self.A_log), wide(mixed.dtype), self._kernels
         kernel = kernels and partial(kernels.convolve, number_P=sequences.number_P)
         y = functional.silu(Convolution.apply(mixed, self.conv1d.weight, sequences.position_P, kernel))
-        rows = [sizes.rows[part] for part in MIXED]
+        rows = [sizes.each[part] for part in MIXED]
         q, k, v = y.unflatten(1, (self._groups, -1)).split(rows, dim=2)
         v = v.reshape(len(v), heads, sizes.value_dim)
         g = -self.A_log.to(high).exp() * functional.softplus(decay.to(high) + self.dt_bias.to(high))
@@ -143,7 +184,7 @@ class GatedDeltaNet(MegatronModule):
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
         each = sizes.value_heads // sizes.key_heads
         q, k = ((x * scale).repeat_interleave(each, 1) for x, scale in ((q, sizes.key_dim**-0.5), (k, 1.0)))
-        return gated_delta_rule(q, k, v, g, beta, sequences.chunks)
+        return gated_delta_rule(q, k, v, g, beta, sequences.once(Chunks.of_pack))
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model.delta_net import kernels as kernels_file
-from megatron_stppo.model.delta_net.kernels import Kernels, chosen
-from megatron_stppo.model.delta_net.layer import EPS, GatedDeltaNet
-from megatron_stppo.model.delta_net.sequences import Sequences
-from megatron_stppo.weights.sharding.delta_net import MIXED, DeltaNet
-from tests.model.delta_net.test_rule import by_definition
+from megatron_stppo.families.qwen3_next import kernels as kernels_file
+from megatron_stppo.families.qwen3_next.delta_net import MIXED, DeltaNet
+from megatron_stppo.families.qwen3_next.gated_delta_net import EPS, GatedDeltaNet
+from megatron_stppo.families.qwen3_next.kernels import Kernels, chosen
+from megatron_stppo.model.attention import Sequences
+from tests.families.qwen3_next.test_rule import by_definition
 
 LENGTHS = (5, 1, 9)
-NET = DeltaNet(2, 6, 4, 4, 4, joined=False)
+NET = DeltaNet(8, 2, 6, 4, 4, 4, joined=False)
 
 
 def chunk_gated_delta_rule(

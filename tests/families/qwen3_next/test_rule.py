@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stppo.model.delta_net.convolution import Convolution
-from megatron_stppo.model.delta_net.rule import Chunks, gated_delta_rule
+from megatron_stppo.families.qwen3_next.gated_delta_net import Convolution
+from megatron_stppo.families.qwen3_next.rule import Chunks, gated_delta_rule
 
 LENGTHS = (70, 1, 64, 5, 130)  # around the size of a chunk
 

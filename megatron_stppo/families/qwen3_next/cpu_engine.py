@@ -41,7 +41,7 @@ class Absent(types.ModuleType):
         return type(name, (), {})
 
 
-def plain_delta_nets() -> None:
+def prepare() -> None:
     """Use the functions of this file for all engines of this process. It may be called more than once."""
     with _torchvision():
         qwen3_5 = importlib.import_module("vllm.model_executor.models.qwen3_5")
