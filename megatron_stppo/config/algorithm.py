@@ -16,6 +16,8 @@ Factor = Annotated[float, Field(ge=0)]
 GROUPED = ("group", "group_mean", "group_turn", "gigpo")  # they compare the episodes of a task
 ADVANTAGES = ("gae", "kl", *GROUPED)
 LOSSES = ("cispo",)  # the names in algorithm/losses.py, which imports torch
+# Fields that are gone, with the value that changed nothing: the config.yaml of an older run has it
+IDLE = {"momentum": "keep"}
 # {field: (another field, the value of it with which alone the first has an effect)}
 ONLY_WITH = {
     "mismatch_lower": ("mismatch", "mask"),
@@ -224,7 +226,7 @@ class AlgorithmConfig(Section):
         preset = given.get("preset", cls.model_fields["preset"].default)
         if not isinstance(preset, str) or preset not in VARIANTS:
             raise ValueError(_unknown(preset))
-        return {**VARIANTS[preset], **given}
+        return {**VARIANTS[preset], **dict(item for item in given.items() if item not in IDLE.items())}
 
     def named(self) -> str:
         """Return the preset's name, and the fields that differ from its row.

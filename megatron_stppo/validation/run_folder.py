@@ -116,13 +116,11 @@ def check_model(config: Config, run: Path, checkpoint: str = "latest") -> _Writt
         return None
     given = config.model.path
     shape = json.loads(json.dumps(asdict(read_shape(given))))  # with lists instead of tuples
-    found = [
-        name for name in written.shape if name != "max_positions" and written.shape[name] != shape.get(name)
-    ]
-    if found:
+    both = written.shape.keys() & shape.keys() - {"max_positions"}  # other versions have other fields
+    if found := [name for name in both if written.shape[name] != shape[name]]:
         name = min(found)
         raise ConfigError(
-            f"model.path={given}: its {name}={shape.get(name)!r}, that of {path} is {written.shape[name]!r}; "
+            f"model.path={given}: its {name}={shape[name]!r}, that of {path} is {written.shape[name]!r}; "
             f"{_remedy(given, run)}"
         )
     if other := different(written.tokenizer, given):

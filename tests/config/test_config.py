@@ -238,6 +238,14 @@ def test_a_preset_that_is_gone_is_given_as_fields_or_named_as_gone(name: str, tm
     assert f"`{recipe}`" in (EXAMPLES.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
 
+def test_the_configuration_of_an_older_run_may_have_a_field_that_is_gone_if_it_changed_nothing(
+    tmp_path: Path,
+) -> None:
+    load(minimal(tmp_path), ["algorithm.momentum=keep"])
+    with pytest.raises(ConfigError, match="algorithm.momentum='reset': no such field"):
+        load(minimal(tmp_path), ["algorithm.momentum=reset"])
+
+
 def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> None:
     config = Config.model_validate(
         {
