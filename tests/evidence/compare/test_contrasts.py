@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
 import pytest
 
+from megatron_stppo.config import file
 from megatron_stppo.evidence.compare import results
 from megatron_stppo.evidence.compare.contrasts import Contrast, contrasts, paired_p
 from megatron_stppo.evidence.compare.grid import Cell, Grid, load
@@ -105,3 +107,10 @@ def test_the_study_has_the_published_differences(name: str) -> None:
     for label, (middle, half, p) in PUBLISHED[name].items():
         assert shown[label].effect == pytest.approx((middle, half), abs=6e-4), label
         assert max(shown[label].p, 0.001) == pytest.approx(p, abs=6e-4), label
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "smollm2"])
+def test_every_cell_of_the_study_has_a_configuration_that_loads(name: str) -> None:
+    given = load(STUDY / f"{name}.yaml")
+    for arm, setting in itertools.product(given.arms, given.settings):
+        file.load(given.config, given.fields(Cell(arm, setting, given.seeds[0])))
