@@ -242,7 +242,7 @@ def test_the_configuration_of_an_older_run_may_have_a_field_that_is_gone_if_it_c
     tmp_path: Path,
 ) -> None:
     load(minimal(tmp_path), ["algorithm.momentum=keep"])
-    with pytest.raises(ConfigError, match="algorithm.momentum='reset': no such field"):
+    with pytest.raises(ConfigError, match=r"algorithm\.momentum='reset': no such field"):
         load(minimal(tmp_path), ["algorithm.momentum=reset"])
 
 
