@@ -48,8 +48,9 @@ def beginning(
       each of these places share are those of the whole text.
     - The end of a text changes its last word: a contraction, or a word that is a token as a whole. This
       reaches less far than the longest token, so there must be as many tokens more.
-    - An expression of a pre-tokenizer may take white space up to its last line break as one word. If there
-      is white space at a place, the text up to it must share the tokens also with a line break after it.
+    - An expression of a pre-tokenizer may take white space up to its last line break as one word, and
+      capitals together with the letters before them if a small letter follows ("一AAb" in o200k). After white
+      space or a capital at a place, the text up to it must share the tokens also with that continuation.
 
     Otherwise a beginning twice as long is tried. The last two points hold for expressions as of GPT-2,
     Llama 3, Qwen and o200k, in which nothing else reaches further. encode: (tokenizer, text) -> ids.
@@ -61,7 +62,8 @@ def beginning(
     while 2 * size < len(text):
         ends = _cuts(tokenizer, text, size)
         tried = [text[:end] for end in ends]
-        tried += [f"{one}\n" for one in tried if one[-1].isspace()]
+        spaces, capitals = ([one for one in tried if f(one[-1])] for f in (str.isspace, str.istitle))
+        tried += [f"{one}\n" for one in spaces] + [f"{one}a" for one in capitals]
         if len(tried) * size < len(text):  # else encoding the whole text is cheaper
             found = [encode(tokenizer, one) for one in tried]
             if found and all(len(ids) >= needed and ids[:count] == found[0][:count] for ids in found):
@@ -115,8 +117,9 @@ def _cuts(tokenizer: Any, text: str, size: int) -> Sequence[int]:
             break
     near = text[last - reach : last + 1]
     normalizer = _continuing(tokenizer).backend_tokenizer.normalizer
-    shorter = normalizer is not None and len(normalizer.normalize_str(near)) < len(near)
-    return [] if shorter or any(map(unicodedata.combining, near)) else range(last - reach + 1, last + 1)
+    becomes = near if normalizer is None else normalizer.normalize_str(near)
+    bound = len(becomes) < len(near) or any(map(unicodedata.combining, near + becomes))
+    return [] if bound else range(last - reach + 1, last + 1)
 
 
 def decode_plain(tokenizer: Any, token_ids: Sequence[int]) -> str:

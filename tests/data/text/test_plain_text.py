@@ -40,9 +40,15 @@ PIECES = [
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
 
 WORDS = r"|'(?i:s|t|re)|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-EXPRESSIONS = {  # of pre-tokenizers: as of Llama 3; with numbers in groups from the right; none
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+)
+# of pre-tokenizers: as of Llama 3; with numbers in groups from the right; capitals as in o200k; none
+EXPRESSIONS = {
     "words": r"\p{N}{1,3}" + WORDS,
     "grouped": r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))" + WORDS,
+    "cased": rf"{CASED}|\p{{N}}{{1,3}}{WORDS}",
     "no words": r"[\s\S]+",
 }
 AWKWARD = [
@@ -99,7 +105,7 @@ def byte_level(expression: str, ignore_merges: bool = False) -> PreTrainedTokeni
         max_token_length=6,
         show_progress=False,
     )
-    core.train_from_iterator(["ab ba aaaa\n \n    \n  12 345 1000000 it's AAaa 一二三 ====..." * 3], trainer)
+    core.train_from_iterator(["ab ba aaaa\n \n    \n  12 345 1000000 it's AAaa 一二三 ====... 一Ac 一Ad 一Ae" * 3], trainer)
     core.add_tokens([AddedToken("<tool>", normalized=False, special=False)])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
 
@@ -208,6 +214,7 @@ def test_a_demonstration_has_the_tokens_of_the_rollout(tokenizer: Any) -> None:
 @example(text="1" * 3001, count=2)  # groups of 3 from the right
 @example(text="a" + "\u0301" * 3000 + "\u0327" * 9, count=5)  # the form NFC puts the last marks first
 @example(text="aaaaab" * 500, count=5)
+@example(text="ab 一" + "A" * 4000 + "b", count=5)  # "一A" is a token, in the word that the last letter makes
 def test_the_beginning_of_a_long_text_has_its_first_tokens(tokenizer: Any, text: str, count: int) -> None:
     begun = beginning(tokenizer, text, count)
     assert text.startswith(begun)
