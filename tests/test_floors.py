@@ -38,6 +38,7 @@ FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
 PLATFORM = {
     "parallel/cpu_platform.py",
     "rollout/vllm/cpu_layers.py",
+    "rollout/vllm/cpu_worker.py",
     "families/qwen3_next/cpu_engine.py",
 }
 # --help must not import torch. vLLM, the CPU platform and megatron must be imported in this order.

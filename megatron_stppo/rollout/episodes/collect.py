@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_stppo.base.errors import Abandoned, Ending, ToolsStayAway
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 # The others are in the same step, or wait for it.
 ALONE = 60.0
 ROUND = 0.5  # seconds after which ranks that wait for environments look whether they must abandon them
+LOOK = 0.02  # the same, of ranks that wait for other ranks
 Progress = Callable[[int, int], None]  # (episodes ended, all episodes); called on the group's first rank
 
 
@@ -112,6 +114,8 @@ def collect(
             log.error("rollout failed", exc_info=True)  # logged now, because the exchange may never complete
         trouble = error
     meet(trouble, group, settings.deadline + ALONE)
+    if stop is not None:
+        wait_for_all(stop)
     raise_together(_report(trouble), partial(_combined, trouble), _Report, cause=trouble)
     return [one.episode.trajectory() for one in started]
 
@@ -175,6 +179,19 @@ def meet(trouble: BaseException | None, group: dist.ProcessGroup | None, seconds
             f"the rollout failed on rank {dist.get_rank()}, and the other ranks of its engine did not end "
             f"theirs within {seconds:g} s: {said}"
         ) from error
+
+
+def wait_for_all(stop: Callable[[], str]) -> None:
+    """Wait until all ranks have ended their episodes. Collective.
+
+    Calls `stop` meanwhile: a rank that waits in a collective handles no signal, and could not tell the others
+    of one.
+    """
+    ended = dist.all_reduce(torch.zeros(1), async_op=True)
+    while not ended.is_completed():
+        stop()
+        time.sleep(LOOK)
+    ended.wait()
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,12 @@ TOKEN, ROUTES = "shared_memory_token", "routes"
 
 class NamedCPUWorker(CPUWorker):
     def __init__(self, *given: Any, **named: Any) -> None:
-        ops: Any = torch.ops._C
-        bind, ops.init_cpu_memory_env = ops.init_cpu_memory_env, lambda nodes: None
+        bind = torch.ops._C.init_cpu_memory_env
+        setattr(torch.ops._C, "init_cpu_memory_env", lambda nodes: None)  # noqa: B010
         try:
             super().__init__(*given, **named)
         finally:
-            ops.init_cpu_memory_env = bind
+            setattr(torch.ops._C, "init_cpu_memory_env", bind)  # noqa: B010
 
     def init_device(self) -> None:
         # vLLM uses the text after the last ":" as the name. The default process group already exists, so
