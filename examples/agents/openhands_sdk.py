@@ -5,7 +5,7 @@ PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent 
     -m, megatron_stppo.agents.packages.command, "openhands_sdk:agent"]'
 
 The commands are the policy's, and OpenHands runs them without a sandbox: put one before
-.venv-openhands/bin/python (docs/harnesses.md).
+.venv-openhands/bin/python (docs/agents.md).
 """
 
 import asyncio

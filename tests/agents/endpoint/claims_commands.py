@@ -126,7 +126,7 @@ def test_a_process_that_cannot_be_found_does_not_hold_up_the_episode(world: Worl
 
 
 def test_a_sandbox_is_a_prefix_of_the_command(world: World) -> None:
-    """The prefix of docs/harnesses.md. The agent reaches the endpoint, and its own processes only."""
+    """The prefix of docs/agents.md. The agent reaches the endpoint, and its own processes only."""
     prefix = [
         *("bwrap", "--unshare-all", "--share-net", "--die-with-parent", "--new-session"),
         *(word for name in ("/usr", "/lib", "/lib64") for word in ("--ro-bind-try", name, name)),
