@@ -7,7 +7,6 @@ else a crash.
 from __future__ import annotations
 
 import gc
-import io
 import sys
 from typing import Annotated, NoReturn
 
@@ -87,11 +86,7 @@ def run() -> int:
 
 def main() -> NoReturn:
     """Run the command line and end the process."""
-    drop_unwritable("stderr")
-    if sys.argv[1:2] and sys.argv[1] in _ON_DISK:
-        drop_unwritable("stdout")
-    elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what the locale's encoding lacks
+    drop_unwritable("stderr", *(("stdout",) if sys.argv[1:2] and sys.argv[1] in _ON_DISK else ()))
     code = run()
     end_within(code, PATIENCE if code != Requeue.exit_code else SAVED)
     if has_process_groups():

@@ -60,16 +60,16 @@ class Droppable(io.FileIO):
 
 
 def drop_unwritable(*names: Literal["stdout", "stderr"]) -> None:
-    """Replace outputs of this process by ones that raise no error. Call it before anything has printed.
+    """Replace the outputs of this process: those named raise no error. Call it before anything has printed.
 
-    print, logging, warnings and progress bars write to sys.stdout and sys.stderr, and would end the run.
-    Characters that the encoding lacks are written as escapes.
+    print, logging, warnings and progress bars write to sys.stdout and sys.stderr, and would end the run. Both
+    write characters that the encoding lacks as escapes.
     """
-    for name in names:
-        stream, (number, redirect) = getattr(sys, name), OUTPUTS[name]
+    for name, (number, redirect) in OUTPUTS.items():
+        stream = getattr(sys, name)
         if stream is None:  # closed: the next file that is opened would be this output of the C libraries
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        raw = Droppable(number, "w", closefd=False)
+        raw = (Droppable if name in names else io.FileIO)(number, "w", closefd=False)
         unbuffered = getattr(stream, "write_through", False)
         new = io.TextIOWrapper(
             raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[type-var]
