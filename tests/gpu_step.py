@@ -38,9 +38,9 @@ def waits(
     from megatron_stppo.model import pipeline
     from megatron_stppo.plan.substitutes import route_evenly
     from megatron_stppo.plan.work import standing_at, trajectory
+    from megatron_stppo.training import stages
     from megatron_stppo.training.advantage import estimate
     from megatron_stppo.training.stages import score, update
-    from megatron_stppo.training.update import after
     from megatron_stppo.weights.sharding.hf_names import read_shape
     from tests.stand_in_gpu import StandInGpu
 
@@ -60,7 +60,7 @@ def waits(
             "megatron": {"use_cpu_initialization": False, "perform_initialization": False},
         }
     )
-    after.LEAST = IN_MICROBATCH  # one whole microbatch for actor/kl_after, however many trajectories
+    stages.LEAST = IN_MICROBATCH  # one whole microbatch for actor/kl_after, however many trajectories
     shape, found = read_shape(config.model.path), {}
     one = trajectory(config, LENGTH)
     played = [replace(one, prompt_ids=(n, *one.prompt_ids[1:])) for n in range(trajectories)]

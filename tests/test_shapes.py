@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.training.rewards import kl, with_kl_penalty
+from megatron_stppo.training.advantage import kl, with_kl_penalty
 from tests.training.test_advantage import scored, trajectory
 
 

@@ -58,9 +58,8 @@ SOURCES = {
     "training/update/actor_step": ["training/update/ratios", *(f"training/update/{name}" for name in STEPS)],
     "training/update/critic_step": ["training/update/faults"],
     "training/update/minibatches": ["training/update/minibatches", "training/update/ratios"],
-    "training/update/own_loss": ["training/update/own_loss"],
+    "training/update/own": ["training/update/own", "validation/checks"],
     "training/update/ratios": ["training/update/ratios", "training/update/turns"],
-    "training/update/turns": ["training/update/turns"],
     "weights/reshard/plan": ["weights/reshard/plan"],
 }
 JOBS = 2  # mutants at a time

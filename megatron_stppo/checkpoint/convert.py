@@ -25,7 +25,7 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.parallel.collectives import raise_together
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_names import (

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_stppo.checkpoint.contents import check_coverage
 from megatron_stppo.checkpoint.step_folder import File
-from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.parallel.collectives import raise_together
 
 
 @dataclass(frozen=True)

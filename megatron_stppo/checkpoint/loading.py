@@ -24,8 +24,7 @@ from megatron_stppo.checkpoint.step_folder import Damaged, File
 from megatron_stppo.config import ConfigError
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel
-from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
-from megatron_stppo.parallel.raise_together import by_rank, gather_failures
+from megatron_stppo.parallel.collectives import broadcast_bytes, by_rank, decode, encode, gather_failures
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.host_copy import HostCopy, Written
 from megatron_stppo.checkpoint.step_folder import File, Manifest
-from megatron_stppo.parallel.collectives import decode, encode, gather_bytes
-from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.parallel.collectives import decode, encode, gather_bytes, raise_together
 
 
 @dataclass(frozen=True)

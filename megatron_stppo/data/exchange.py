@@ -24,9 +24,10 @@ from megatron_stppo.parallel.collectives import (
     all_gather_bytes,
     all_reduce_max,
     all_to_all,
+    first,
     gather_records,
+    raise_together,
 )
-from megatron_stppo.parallel.raise_together import first, raise_together
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from megatron_stppo.model.experts.routing import attach
 from megatron_stppo.model.layers import layer_spec, layers_of
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel, ValueHead, share
+from megatron_stppo.parallel.collectives import first, raise_together
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.parallel.raise_together import first, raise_together
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
 from megatron_stppo.weights.sharding.hf_files import head_of_critic
 from megatron_stppo.weights.sharding.hf_names import ModelShape

@@ -28,8 +28,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.data.structure import episode_fault, ids_fault, turn_fault
 from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.observe.trajectory_files import DIGEST, played_path, turns_path
-from megatron_stppo.parallel.collectives import send_to_first
-from megatron_stppo.parallel.raise_together import first, raise_together
+from megatron_stppo.parallel.collectives import first, raise_together, send_to_first
 
 # JSON escapes control codes below space. These characters also affect a terminal or a program that reads
 # lines: C1, zero-width, line separators, direction overrides, and halves of surrogate pairs (not valid text).
@@ -71,7 +70,7 @@ class TrajectoryLog:
             raise
 
     def write_turns(self, iteration: int, turns: Iterable[list[dict[str, Any]]]) -> None:
-        """Write one line per trajectory on rank 0 (training/update/turns.py); no file if `turns` is empty.
+        """Write one line per trajectory on rank 0 (training/update/ratios.py); no file if `turns` is empty.
 
         Collective. Raises as `write` does.
         """

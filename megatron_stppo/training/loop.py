@@ -35,10 +35,10 @@ from megatron_stppo.rollout.episodes.playable import Playable, playable
 from megatron_stppo.training.advantage import estimate, has_signal
 from megatron_stppo.training.guard.guard import UpdateGuard
 from megatron_stppo.training.held_out import held_out
-from megatron_stppo.training.own import Own
 from megatron_stppo.training.rollouts import Rollouts
 from megatron_stppo.training.stages import distribute, score, update
-from megatron_stppo.training.update.turns import turns
+from megatron_stppo.training.update.own import Own
+from megatron_stppo.training.update.ratios import turns
 from megatron_stppo.validation import attempts
 from megatron_stppo.weights.reshard.verify import ReshardError
 

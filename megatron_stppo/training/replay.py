@@ -32,8 +32,8 @@ from megatron_stppo.observe.metrics import Metrics, progress
 from megatron_stppo.training.advantage import estimate, has_signal
 from megatron_stppo.training.guard import dumps
 from megatron_stppo.training.guard.guard import UpdateGuard
-from megatron_stppo.training.own import Own
 from megatron_stppo.training.stages import score, update, with_behaviour
+from megatron_stppo.training.update.own import Own
 from megatron_stppo.validation import attempts, checks
 from megatron_stppo.weights.sharding.hf_names import read_shape
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
-from megatron_stppo.base.types import Summary, Task
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.base.types import Summary, Task, Trajectory
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.ledger import Ledger, Terms, without_variance
-from megatron_stppo.data.rounds import in_one, without_groups
+from megatron_stppo.parallel.collectives import all_to_all, decode, encode, gather_records
+
+NO_TASK = Task("", (), (), "", 0)
 
 
 def resampled(
@@ -38,3 +44,56 @@ def resampled(
         new = ledger.replace(sorted(flat))
     batch = in_one(played, tasks) if dropped else played[0]
     return replace(batch, dropped=dropped if terms.resample else None)
+
+
+def without_groups(played: Played, groups: set[int]) -> Played:
+    """Return the rollout without some of its groups."""
+    ends = [0, *accumulate(played.counts)]
+    of_rank = [played.every[first:last] for first, last in pairwise(ends)]
+    left = [[summary for summary in of_one if summary.group not in groups] for of_one in of_rank]
+    return Played(
+        [summary for of_one in left for summary in of_one],
+        [trajectory for trajectory in played.own if trajectory.group not in groups],
+        [len(of_one) for of_one in left],
+    )
+
+
+def in_one(rollouts: Sequence[Played], tasks: Sequence[Task]) -> Played:
+    """Return one rollout of all trajectories, with the groups 0, 1, ... in the order of their numbers.
+
+    Collective. Trajectories are in the order of the rollouts, and each rank gets an equal part of them. The
+    order, which decides their minibatches, does not depend on the number of ranks.
+
+    rollouts: with different groups, ascending from one rollout to the next. tasks: by the number of the
+    group; every rank has them, so they are not sent.
+    Example: two ranks, of which rank 0 has the trajectories a, b of the first rollout and e of the second,
+    and rank 1 has c, d, f and g: rank 0 gets a, b, c, and rank 1 gets d, e, f, g.
+    """
+    every = [summary for rollout in rollouts for summary in rollout.every]
+    number = {group: place for place, group in enumerate(sorted({summary.group for summary in every}))}
+    world, rank = dist.get_world_size(), dist.get_rank()
+    cuts = [len(every) * r // world for r in range(world + 1)]
+    target = [r for r in range(world) for _ in range(cuts[r], cuts[r + 1])]
+    owner = [r for rollout in rollouts for r, count in enumerate(rollout.counts) for _ in range(count)]
+    own = iter([trajectory for rollout in rollouts for trajectory in rollout.own])
+    sent: list[list[Trajectory]] = [[] for _ in range(world)]
+    for source, destination in zip(owner, target, strict=True):
+        if source == rank:
+            sent[destination].append(replace(next(own), task=NO_TASK))
+    received = [iter(of_rank) for of_rank in _exchanged(sent)]
+    mine = [next(received[source]) for source, to in zip(owner, target, strict=True) if to == rank]
+    return Played(
+        [replace(summary, group=number[summary.group]) for summary in every],
+        [replace(t, task=tasks[t.group], group=number[t.group]) for t in mine],
+        [last - first for first, last in pairwise(cuts)],
+    )
+
+
+def _exchanged(sent: Sequence[Sequence[Trajectory]]) -> list[list[Trajectory]]:
+    """Send sent[r] to rank r, and return what each rank has sent to this one. Collective."""
+    payloads = [encode(list(of_rank)) for of_rank in sent]
+    sizes = [row for (row,) in gather_records([[len(payload) for payload in payloads]], list[int])]
+    to_me = [of_rank[dist.get_rank()] for of_rank in sizes]
+    body = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8)
+    got = all_to_all(body, [len(payload) for payload in payloads], to_me).cpu()
+    return [decode(part.numpy().tobytes(), list[Trajectory]) for part in got.split(to_me)]

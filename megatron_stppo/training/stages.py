@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.own import OwnLoss
+from megatron_stppo.algorithm.rate import capped_kl
 from megatron_stppo.base.types import Batch
 from megatron_stppo.data.exchange import Played, deal
 from megatron_stppo.data.finite import not_finite
@@ -21,10 +23,12 @@ from megatron_stppo.observe import rows
 from megatron_stppo.observe.describe import current_mismatch, mean_of
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
-from megatron_stppo.training.update.after import kl_after
 from megatron_stppo.training.update.critic_step import critic_step
-from megatron_stppo.training.update.minibatches import minibatches
+from megatron_stppo.training.update.minibatches import chosen_tokens, minibatches
 from megatron_stppo.training.update.ratios import Ratios, StepRatios
+
+# actor/kl_after: one of PART trajectories is scored again, but at least so many
+PART, LEAST = 8, 8
 
 
 def distribute(learner: Learner, played: Played, iteration: int) -> Batch:
@@ -196,3 +200,23 @@ def _skipped(learner: Learner, *roles: str) -> dict[str, float]:
     for role in roles:
         learner.trainers[role].skipped += 1
     return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)
+
+
+def kl_after(learner: Learner, batch: Batch, first: StepRatios, chosen: Sequence[int]) -> float:
+    """Return an estimate of KL(policy before the update, policy after it), nats per token. Collective.
+
+    The steps measure the policy before them, so that none of them measures what the last one did.
+
+    It takes one forward pass over an eighth of the trajectories of the first step, at least eight and one per
+    data-parallel rank. Every rank takes those that it has trained on, so other numbers of data-parallel ranks
+    take others. The estimate is capped_kl, 0 without tokens that carry loss.
+    first: the ratios of the first step, before which the policy is that of before the update. chosen: its
+    trajectories.
+    """
+    actor, mesh, packer = learner.actor, learner.mesh, learner.packer
+    assert actor is not None
+    most = math.ceil(max(LEAST, len(chosen) // PART) / mesh.data_size)
+    after_T = logprobs(actor.model, learner.head(actor.model), batch, packer, [chosen], most)
+    sample = [n for part in packer.partition(batch, chosen) for n in part[:most]]
+    in_T = first.live_T & chosen_tokens(batch, sample)
+    return capped_kl(after_T, first.logprob_T, in_T)

@@ -8,8 +8,7 @@ from megatron_stppo.algorithm.baselines import group_relative, whitened
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.training.advantage import estimate, has_signal
-from megatron_stppo.training.rewards import outcomes, with_kl_penalty
+from megatron_stppo.training.advantage import estimate, has_signal, outcomes, with_kl_penalty
 
 TASK = Task("geography", (), ("Paris",), "train", 0)
 

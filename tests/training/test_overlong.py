@@ -11,8 +11,7 @@ import torch
 from megatron_stppo.base.types import Branch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, to_batch
-from megatron_stppo.training.advantage import estimate, has_signal
-from megatron_stppo.training.rewards import outcomes, with_overlong_penalty
+from megatron_stppo.training.advantage import estimate, has_signal, outcomes, with_overlong_penalty
 
 TASK = Task("t", (), ("a",), "train", 0)
 RANGE = {"overlong_from": 2, "overlong_to": 6}

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
-from megatron_stppo.training.own import Own
+from megatron_stppo.training.update.own import Own
 from megatron_stppo.validation import megatron_fields, passed_on, vllm_fields
 from megatron_stppo.validation.checks import check, listener_token
 from megatron_stppo.validation.megatron_fields import DECIDED, declared

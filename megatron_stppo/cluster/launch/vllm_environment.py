@@ -16,7 +16,7 @@ import torch
 
 from megatron_stppo.base.errors import Requeue
 from megatron_stppo.config import ConfigError
-from megatron_stppo.parallel.raise_together import by_rank, gather_failures
+from megatron_stppo.parallel.collectives import by_rank, gather_failures
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the sizes of adapters that its LoRA offers
 SHARED_MEMORY = Path("/dev/shm")

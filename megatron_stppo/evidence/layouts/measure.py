@@ -22,9 +22,9 @@ from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.groups import MeshRank
-from megatron_stppo.training.own import Own
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.training.update.critic_step import critic_step
+from megatron_stppo.training.update.own import Own
 from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.hf_write import by_file
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes, fill

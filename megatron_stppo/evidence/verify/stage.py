@@ -23,11 +23,11 @@ from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.episodes.play import request_seed
 from megatron_stppo.rollout.episodes.playable import playable
 from megatron_stppo.training.colocated import Worker
-from megatron_stppo.training.own import Own
 from megatron_stppo.training.rollouts import Rollouts, rollout_settings, seed_of
 from megatron_stppo.training.stages import distribute, score
 from megatron_stppo.training.update.actor_step import minibatch_weights
 from megatron_stppo.training.update.minibatches import minibatches
+from megatron_stppo.training.update.own import Own
 
 Verdict = Literal["ok", "fails", "skipped"]
 TASKS = 6  # of data.train

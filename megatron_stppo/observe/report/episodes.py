@@ -15,7 +15,7 @@ from megatron_stppo.observe.trajectory_files import played_path, recorded, turns
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
 MAX_METRICS = 96  # of an episode
 MAX_BYTES = 12 * 2**20  # of the episodes of all runs on a page
-RECORDED = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # of training/update/turns.py
+RECORDED = ("tokens", "advantage", "ratio", "clipped", "mismatch", "value")  # of training/update/ratios.py
 
 
 class TurnRow(msgspec.Struct):

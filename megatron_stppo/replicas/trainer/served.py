@@ -26,8 +26,7 @@ from megatron_stppo.data.exchange import Played
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.metrics import counting
-from megatron_stppo.parallel.collectives import any_rank, broadcast_bytes, decode, encode
-from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.parallel.collectives import any_rank, broadcast_bytes, decode, encode, raise_together
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.measure import ServingMeter
 from megatron_stppo.replicas.trainer.sender import ASKS, Sender

@@ -19,8 +19,7 @@ from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import build_learner
 from megatron_stppo.observe.console import say, timed
-from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
-from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, raise_together
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.groups import Sampling

@@ -27,8 +27,7 @@ from megatron_stppo.model import build
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
-from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.parallel.raise_together import raise_together
+from megatron_stppo.parallel.collectives import gather_records, raise_together
 from megatron_stppo.replicas.wire.route import Route, layouts_of, tell_lost, why_lost
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Packed, Resharder, SyncReport

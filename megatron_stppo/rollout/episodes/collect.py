@@ -23,8 +23,14 @@ from megatron_stppo.base.errors import Abandoned, Ending, ToolsStayAway
 from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.base import AnyEnvironment, ToolAway
-from megatron_stppo.parallel.collectives import any_rank, broadcast_record
-from megatron_stppo.parallel.raise_together import by_rank, first, gather_failures, raise_together
+from megatron_stppo.parallel.collectives import (
+    any_rank,
+    broadcast_record,
+    by_rank,
+    first,
+    gather_failures,
+    raise_together,
+)
 from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.play import InProgress, Player

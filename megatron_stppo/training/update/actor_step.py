@@ -42,7 +42,7 @@ from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.training.update.minibatches import chosen_tokens
-from megatron_stppo.training.update.own_loss import own_surrogate
+from megatron_stppo.training.update.own import own_surrogate
 from megatron_stppo.training.update.ratios import StepRatios
 
 # Entries of MicrobatchRecord.sums, in this order.

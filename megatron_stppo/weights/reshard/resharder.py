@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.parallel.collectives import all_reduce_sum, gather_records
-from megatron_stppo.parallel.raise_together import by_rank, raise_together
+from megatron_stppo.parallel.collectives import all_reduce_sum, by_rank, gather_records, raise_together
 from megatron_stppo.weights.reshard.execute import ErrorHolder, Exchange, Packed
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, digest, plan_copies

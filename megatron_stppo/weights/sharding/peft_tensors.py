@@ -13,8 +13,7 @@ from torch import Tensor
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config.peft_folder import DIGEST, PREFIX, TENSORS, read_folder
-from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.parallel.raise_together import first, raise_together
+from megatron_stppo.parallel.collectives import first, gather_records, raise_together
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import fill

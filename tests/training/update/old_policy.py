@@ -42,7 +42,7 @@ def _iterations(
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.advantage import estimate
     from megatron_stppo.training.stages import score, update
-    from megatron_stppo.training.update.turns import turns
+    from megatron_stppo.training.update.ratios import turns
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     torch.set_num_threads(1)

@@ -14,8 +14,7 @@ from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.training.update.actor_step import minibatch_weights
-from megatron_stppo.training.update.ratios import StepRatios
-from megatron_stppo.training.update.turns import turns
+from megatron_stppo.training.update.ratios import StepRatios, turns
 
 TASK = Task("t", (), ("a",), "train", 0)
 # Turn one: token ratios 1.44 and 1, geometric mean 1.2. Turn two: 0.25 and 1, mean 0.5.

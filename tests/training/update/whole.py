@@ -66,17 +66,17 @@ def several(model: str, folder: str, steps: int) -> tuple[dict[str, Any], int, d
 
 def moved(model: str, folder: str, least: int, parallel: dict[str, int]) -> tuple[dict[str, Any], Any, Any]:
     """Make an update. Return its row, and the log-probs of the live tokens of the trajectories that
-    actor/kl_after is of, float64, before and after it. least: after.LEAST, a multiple of the ranks."""
+    actor/kl_after is of, float64, before and after it. least: stages.LEAST, a multiple of the ranks."""
     learner = build(model, folder, parallel)
     from dataclasses import replace
 
     import torch
 
+    from megatron_stppo.training import stages
     from megatron_stppo.training.stages import score, update
-    from megatron_stppo.training.update import after
     from megatron_stppo.training.update.minibatches import chosen_tokens, minibatches
 
-    after.LEAST = least
+    stages.LEAST = least
     given, steps, mesh = batch(), minibatches(8, 2, 0, 0, 0), learner.mesh
     old = score(learner, given, 0)
     parts = [learner.packer.partition(given, chosen) for chosen in steps]
@@ -210,8 +210,8 @@ def begun(model: str, critic: str, folder: str) -> tuple[dict[str, Any], list[st
 def without_clipping(model: str, folder: str, algorithm: dict[str, Any]) -> dict[str, Any]:
     """Make an update with an algorithm that clips nothing. Return its row."""
     learner = build(model, folder, algorithm=algorithm)
-    from megatron_stppo.training.own import Own
     from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.update.own import Own
 
     row, _, _ = update(learner, score(learner, batch(), 0), 0, own=Own.of(learner.config).loss)
     return row

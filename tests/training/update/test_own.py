@@ -10,7 +10,7 @@ import torch
 
 from megatron_stppo import ops
 from megatron_stppo.algorithm.own import check_loss
-from megatron_stppo.training.update.own_loss import own_surrogate
+from megatron_stppo.training.update.own import own_surrogate
 from tests.ranks import run_ranks
 from tests.training.update import layouts, whole
 
