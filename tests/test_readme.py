@@ -48,10 +48,10 @@ def test_links_lead_to_headings() -> None:
 
 
 def test_files_that_documents_name_exist() -> None:
-    """A name begins with a folder of the repository, or with a room of the package and ends with .py."""
-    rooms = "|".join(path.parent.name for path in (ROOT / "megatron_stppo").glob("*/__init__.py"))
+    """A name begins with a folder of the repository, or with a folder of the package and ends with .py."""
+    units = "|".join(path.parent.name for path in (ROOT / "megatron_stppo").glob("*/__init__.py"))
     folders = re.compile(r"`((?:megatron_stppo|tools|tests|examples|docs)/[\w./-]+)`")
-    modules = re.compile(rf"`((?:{rooms})/[\w./]+\.py)`")
+    modules = re.compile(rf"`((?:{units})/[\w./]+\.py)`")
     named = [
         (page.name, name)
         for page in PAGES

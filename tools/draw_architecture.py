@@ -1,9 +1,9 @@
-"""Draw docs/architecture.svg: the rooms of the package on their floors, and the way of a batch through them.
+"""Draw docs/architecture.svg: the folders of the package in layers, and the way of a batch through them.
 
     python tools/draw_architecture.py [--check]
 
-A room is a folder of megatron_stppo. Its text is the first line of its docstring. A room stands above all
-rooms that it imports; a line leads down to each of them that no other imported room imports too.
+The text of a folder is the first line of its docstring. A folder stands above all
+folders that it imports; a line leads down to each of them that no other imported folder imports too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_stppo"
 PICTURE = ROOT / "docs" / "architecture.svg"
 WIDTH, BOX, HEIGHT, GAP = 660, (204, 40), 63, 14
-# the rooms that a batch visits in an iteration, and what happens there
+# the folders that a batch visits in an iteration, and what happens there
 FLOW = (("rollout", "1 play"), ("training", "2 score, advantage, update"), ("weights", "3 reshard"))
 STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #1f2328; text-anchor: middle; }
@@ -35,8 +35,8 @@ path { stroke: #afb8c1; fill: none; }
 """
 
 
-def rooms() -> dict[str, str]:
-    """Return {room: first line of its docstring}."""
+def folders() -> dict[str, str]:
+    """Return {folder: first line of its docstring}."""
     files = sorted(PACKAGE.glob("*/__init__.py"))
     return {
         path.parent.name: (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[
@@ -47,7 +47,7 @@ def rooms() -> dict[str, str]:
 
 
 def imports(names: Sequence[str]) -> dict[str, set[str]]:
-    """Return {room: rooms that its files import}."""
+    """Return {folder: folders that its files import}."""
     found: dict[str, set[str]] = {name: set() for name in names}
     for name in names:
         for path in (PACKAGE / name).rglob("*.py"):
@@ -59,22 +59,22 @@ def imports(names: Sequence[str]) -> dict[str, set[str]]:
     return found
 
 
-def floors(of: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the rooms of each floor, the lowest first: one above the highest room that it imports."""
+def layers(of: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the folders of each layer, the lowest first: one above the highest folder that it imports."""
 
     @cache
-    def floor(name: str) -> int:
-        return 1 + max((floor(other) for other in of[name]), default=-1)
+    def layer(name: str) -> int:
+        return 1 + max((layer(other) for other in of[name]), default=-1)
 
     return [
-        sorted(name for name in of if floor(name) == number)
+        sorted(name for name in of if layer(name) == number)
         for number in range(len(of))
-        if number in map(floor, of)
+        if number in map(layer, of)
     ]
 
 
 def direct(of: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """Return the imports without those that another imported room has too, also indirectly."""
+    """Return the imports without those that another imported folder has too, also indirectly."""
 
     @cache
     def below(name: str) -> frozenset[str]:
@@ -87,9 +87,9 @@ def direct(of: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 def draw() -> str:
     """Return the picture as SVG text."""
-    texts = rooms()
+    texts = folders()
     of = imports(list(texts))
-    rows = floors(of)
+    rows = layers(of)
     height = len(rows) * HEIGHT + GAP
     at = {}
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""The structure of the package: which rooms may import which, and where imports are placed."""
+"""The structure of the package: which folders may import which, and where imports are placed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import megatron_stppo
 
 ROOT = Path(megatron_stppo.__file__).parent
-# A room is a folder of the package. It may import itself and rooms of lower rows, but no other room of its
+# The folders of the package in layers. A folder may import itself and folders of lower rows, but none of its
 # own row. So environments do not depend on weights, nor agents on the training loop.
-FLOORS: tuple[tuple[str, ...], ...] = (
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("base",),
     ("algorithm",),
     ("config", "ops"),
@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("commands",),
     ("__init__", "__main__"),
 )
-FLOOR = {unit: number for number, row in enumerate(FLOORS) for unit in row}
+LAYER = {unit: number for number, row in enumerate(LAYERS) for unit in row}
 # These replace functions of torch, megatron or vLLM on a CPU, which offer no argument for it.
 PLATFORM = {
     "parallel/cpu_platform.py",
@@ -45,11 +45,11 @@ PLATFORM = {
 LAZY = {"commands", "cluster/launch/process.py", "parallel/cpu_platform.py"}
 
 
-def test_modules_import_only_from_lower_floors() -> None:
+def test_modules_import_only_from_lower_layers() -> None:
     wrong = [
         f"{path} imports {target}"
         for path, target in edges()
-        if target != unit_of(path) and FLOOR[target] >= FLOOR[unit_of(path)]
+        if target != unit_of(path) and LAYER[target] >= LAYER[unit_of(path)]
     ]
     assert not wrong
 
@@ -62,21 +62,21 @@ def test_the_two_sides_of_replicas_meet_only_on_the_wire() -> None:
             assert {parts[1] for parts in of_replicas if parts[0] == "replicas"} <= allowed, path
 
 
-def test_every_file_belongs_to_a_floor() -> None:
-    assert {unit_of(path) for path in sources()} <= set(FLOOR)
+def test_every_file_belongs_to_a_layer() -> None:
+    assert {unit_of(path) for path in sources()} <= set(LAYER)
 
 
-def test_the_table_in_contributing_names_every_unit_and_follows_the_floors() -> None:
+def test_the_table_in_contributing_names_every_unit_and_follows_the_layers() -> None:
     lines = (ROOT.parent / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()
-    table = lines[lines.index("| room | what it is |") + 2 :]
+    table = lines[lines.index("| folder | what it is |") + 2 :]
     rows = []
     for line in itertools.takewhile(lambda line: line.startswith("|"), table):
         units = [
             name.rstrip("/").removesuffix(".py") for name in re.findall(r"`([\w/.]+)`", line.split("|")[1])
         ]
         rows.append([unit for unit in units if unit != "csrc"])
-    assert sorted(unit for row in rows for unit in row) == sorted(FLOOR)
-    assert [FLOOR[row[0]] for row in rows] == sorted((FLOOR[row[0]] for row in rows), reverse=True)
+    assert sorted(unit for row in rows for unit in row) == sorted(LAYER)
+    assert [LAYER[row[0]] for row in rows] == sorted((LAYER[row[0]] for row in rows), reverse=True)
 
 
 def test_no_two_classes_of_the_package_share_a_name() -> None:
@@ -87,16 +87,16 @@ def test_no_two_classes_of_the_package_share_a_name() -> None:
 
 
 def test_the_package_can_be_held_in_the_head() -> None:
-    """At most 21 rooms, 14 modules in a folder, and no module beside the rooms."""
+    """At most 21 folders, 14 modules in a folder, and no module beside the folders."""
     modules = [path for path in sources() if path.name != "__init__.py"]
     in_folder = collections.Counter(path.parent for path in modules)
-    assert len(FLOOR) - 2 <= 21
+    assert len(LAYER) - 2 <= 21
     assert {str(path) for path in modules if path.parent == Path()} == {"__main__.py"}
     assert not {str(folder): count for folder, count in in_folder.items() if count > 14}
 
 
 def test_no_folder_imports_a_folder_that_imports_it() -> None:
-    """What a room is divided into is layered as the rooms are. The package itself (".") has the version."""
+    """What a folder is divided into is layered too. The package itself (".") has the version."""
     of = {module_of(path): str(path.parent) for path in sources()}
     imports: dict[str, set[str]] = {}
     for path in sources():
@@ -203,7 +203,7 @@ def targets(tree: ast.Module) -> Iterator[str]:
         for name in names:
             package, _, rest = name.partition(".")
             unit = rest.partition(".")[0]
-            if package == "megatron_stppo" and unit in FLOOR:
+            if package == "megatron_stppo" and unit in LAYER:
                 yield unit
 
 
