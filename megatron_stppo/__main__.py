@@ -25,7 +25,7 @@ from megatron_stppo.cluster.exits import (
     report_to_torchrun,
     say,
 )
-from megatron_stppo.commands import check, convert, environments, plan, report, serve, train, verify
+from megatron_stppo.commands import check, convert, environments, plan, report, serve, train
 from megatron_stppo.commands.options import command_group, examples
 
 app = command_group(
@@ -39,7 +39,7 @@ app = command_group(
 )
 # What these commands do is on the disk. Others print it, and fail if their output cannot be written.
 _ON_DISK = ("train", "replay", "rollout", "evaluate", "cold-start", "serve")
-_FILES = (train, serve, environments, plan, report, check, verify)
+_FILES = (train, serve, environments, plan, report, check)
 for _file in _FILES:
     app.add_typer(_file.commands)
 app.add_typer(convert.imports)

@@ -33,8 +33,8 @@ def waits(
     import torch
 
     from megatron_stppo.config import Config
-    from megatron_stppo.data.finite import columns
     from megatron_stppo.data.packing import to_batch
+    from megatron_stppo.data.validity import columns
     from megatron_stppo.model import pipeline
     from megatron_stppo.plan.substitutes import route_evenly
     from megatron_stppo.plan.work import standing_at, trajectory

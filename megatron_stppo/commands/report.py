@@ -60,8 +60,8 @@ def compare(
     """Run arms x settings x seeds of a configuration and compare them: declared contrasts with intervals, one
     HTML page; exit 1 if a cell has no result."""
     from megatron_stppo.evidence.compare import results
+    from megatron_stppo.evidence.compare.contrasts import text, write
     from megatron_stppo.evidence.compare.grid import load
-    from megatron_stppo.evidence.compare.report import text, write
     from megatron_stppo.evidence.compare.runner import Runner
 
     given = load(grid)

@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_stppo.base.types import Message
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data import jsonl
 from megatron_stppo.data.text.chat import encode_chats
 from megatron_stppo.data.text.conversation import encode_after, encode_conversation
 from megatron_stppo.data.text.plain_text import encode_plain
+from megatron_stppo.data.values import jsonl_rows
 
 CHUNK = 1024  # rows encoded together
 
@@ -141,7 +141,7 @@ def read(
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Row | AgentRow]]:
-    for where, row in jsonl.rows(path, "data.demonstrations"):
+    for where, row in jsonl_rows(path, "data.demonstrations"):
         try:
             yield where, validated(row)
         except ValidationError as error:

@@ -21,8 +21,7 @@ import pyarrow.parquet as pq
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data import jsonl
-from megatron_stppo.data.values import plain, without_nulls, wrong
+from megatron_stppo.data.values import jsonl_rows, plain, without_nulls, wrong
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -46,7 +45,7 @@ def read(path: Path) -> tuple[Task, ...]:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    return jsonl.rows(path, "data")
+    return jsonl_rows(path, "data")
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""The form in which an environment gets the values of a row: those of JSON.
+"""The rows of a .jsonl file, and the form in which an environment gets the values of a row: those of JSON.
 
 A value has the same form wherever the environment runs: in the run's own process, in a replica, or as a
 command that gets its task as JSON. So it is converted once, when the file is read.
@@ -7,16 +7,56 @@ command that gets its task as JSON. So it is converted once, when the file is re
 from __future__ import annotations
 
 import datetime
+import json
 import math
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import numpy as np
 
 from megatron_stppo.config import ConfigError
+
+
+def jsonl_rows(path: Path, field: str) -> Iterator[tuple[str, Any]]:
+    """Yield (where, value) for every line of a .jsonl file; `where` names the file and the row, from 1.
+
+    field: the name of the file's field in the configuration or on the command line, for error messages.
+    Raises ConfigError for a file that cannot be read, and for a line that is not one JSON value in UTF-8.
+    Example: ("tasks.jsonl row 1", {"data_source": "nq"}).
+    """
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                where = f"{path} row {number}"
+                yield where, _value(line, where)
+    except OSError as error:
+        raise ConfigError(f"{field}={path}: cannot be read ({error.strerror}); give a .jsonl file") from None
+
+
+def _value(line: bytes, where: str) -> Any:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where}: is not UTF-8 (byte 0x{line[error.start]:02x} at position {error.start + 1}); save the "
+            "file as UTF-8, for example with `iconv -f latin1 -t utf-8`"
+        ) from None
+    if text.startswith("\ufeff"):
+        raise ConfigError(f"{where}: begins with a byte order mark; save the file as UTF-8 without one")
+    if not text.strip():
+        raise ConfigError(f"{where}: is empty; remove the line")
+    try:
+        return json.loads(text.rstrip())
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg}, column {error.pos + 1}"
+    except (ValueError, RecursionError) as error:  # for example 5,000 digits or 10,000 brackets
+        reason = str(error)
+    raise ConfigError(f"{where}: is not JSON ({reason}); give one object per line, or remove the line")
+
 
 DEEPEST = 100  # lists and objects in each other; a few hundred would exceed Python's limit on recursion
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import httpx
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data import jsonl
+from megatron_stppo.data.values import jsonl_rows
 from megatron_stppo.environments.base import ToolAway
 
 # If JAX is installed, bm25s calls it while it is imported, and JAX then takes three quarters of the GPU's
@@ -92,7 +92,7 @@ def read_corpus(path: Path) -> Iterator[dict[str, str]]:
 
     Raises ConfigError, which names the file, the row (counted from 1) and the remedy.
     """
-    for where, row in jsonl.rows(path, "corpus"):
+    for where, row in jsonl_rows(path, "corpus"):
         if not isinstance(row, dict) or not isinstance(row.get("contents"), str) or "id" not in row:
             raise ConfigError(f"{where}: id is missing, or contents are not text; give both")
         yield row

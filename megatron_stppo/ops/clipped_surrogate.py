@@ -19,8 +19,7 @@ from megatron_stppo.algorithm.correction import squared_estimate
 from megatron_stppo.algorithm.ratio import Pooling, check_offsets
 from megatron_stppo.algorithm.surrogate import segment_sums, surrogate
 from megatron_stppo.ops import extension
-from megatron_stppo.ops.arguments import check
-from megatron_stppo.ops.extension import has_data, is_one
+from megatron_stppo.ops.extension import check, has_data, is_one
 
 INTEGERS = (torch.int32, torch.int64)
 TOTALS, SEGMENT_SUMS = 10, 4  # SURROGATE_TOTALS and SEGMENT_SUMS of csrc/ops.h

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_stppo.ops.arguments import check
-from megatron_stppo.ops.extension import is_one
+from megatron_stppo.ops.extension import check, is_one
 from megatron_stppo.ops.logits_gradient import Gradient, kept, live_rows
 from megatron_stppo.ops.products import product
 from megatron_stppo.ops.shard import Shard, rows_of

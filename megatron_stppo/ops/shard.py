@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.ops import extension
-from megatron_stppo.ops.arguments import check
+from megatron_stppo.ops.extension import check
 
 IGNORED = -100  # a target whose row gives 0, and gets a gradient of 0
 

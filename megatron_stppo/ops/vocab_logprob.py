@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_stppo.algorithm.vocabulary import Merged, logits_gradient, merge, shard_statistics
 from megatron_stppo.ops import extension
-from megatron_stppo.ops.arguments import check
-from megatron_stppo.ops.extension import has_data
+from megatron_stppo.ops.extension import check, has_data
 from megatron_stppo.ops.shard import IGNORED, Shard
 
 

@@ -18,11 +18,10 @@ from megatron_stppo.model.pipeline import Packer
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
-from megatron_stppo.plan.limits import broken
 from megatron_stppo.plan.memory import RankModels
 from megatron_stppo.plan.sharing import RecordedBatch, Sharing
 from megatron_stppo.plan.times import Bounds, bounds
-from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse
+from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse, broken
 from megatron_stppo.plan.work import Kind, Work, fullest_microbatch, kinds, standing_at
 from megatron_stppo.weights.reshard.resharder import mismatch
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape

@@ -15,12 +15,11 @@ from megatron_stppo.observe import trajectory_log
 from megatron_stppo.observe.trajectory_files import recorded
 from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
 from megatron_stppo.plan.hardware import H100, Gpu
-from megatron_stppo.plan.limits import broken, serving_limit
 from megatron_stppo.plan.sharing import RecordedBatch
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
 from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Workload
 from megatron_stppo.plan.times import engine_speed, passing_seconds, trainer_speed, transfer_seconds
-from megatron_stppo.plan.usage import EngineUse, TrainingUse
+from megatron_stppo.plan.usage import EngineUse, TrainingUse, broken, serving_limit
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 ITERATIONS = 8  # simulated and measured

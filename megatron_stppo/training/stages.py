@@ -13,9 +13,9 @@ from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.rate import capped_kl
 from megatron_stppo.base.types import Batch
 from megatron_stppo.data.exchange import Played, deal
-from megatron_stppo.data.finite import not_finite
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import rows_of
+from megatron_stppo.data.validity import not_finite
 from megatron_stppo.model.experts.routing import Record, recording, routed_layers
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.pipeline import logprobs, values

@@ -87,7 +87,7 @@ def compare(mesh: Any, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
     """Return what differs from the batch of all trajectories, and which trajectories this rank holds."""
     from megatron_stppo.config import Config
     from megatron_stppo.data.exchange import Played, undivided
-    from megatron_stppo.data.finite import columns
+    from megatron_stppo.data.validity import columns
     from megatron_stppo.model.learner import Learner
     from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.training.stages import _routes, distribute

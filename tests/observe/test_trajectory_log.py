@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from megatron_stppo.base.errors import CannotRecord, TooManyFailures
 from megatron_stppo.base.types import Message, Task, Trajectory, Turn
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data.finite import columns
 from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.data.validity import columns
 from megatron_stppo.observe.trajectory_files import new_folder, recorded, turns_path
 from megatron_stppo.observe.trajectory_log import TrajectoryLog, encode, read
 from megatron_stppo.rollout.episodes.failures import FailureLimit

@@ -45,7 +45,7 @@ def limits(folder: str) -> dict[str, list[str]]:
     """Return the broken limits on GPUs with decreasing memory."""
     from megatron_stppo.plan.dry_run import plan
     from megatron_stppo.plan.hardware import H100
-    from megatron_stppo.plan.limits import broken
+    from megatron_stppo.plan.usage import broken
 
     config = settings(folder, {"dtype": "auto"}, {"tensor": 2, "sequence": True})
     made = plan(config, 2)

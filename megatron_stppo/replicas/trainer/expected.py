@@ -3,7 +3,7 @@
 A replica may be broken, or hostile. Decoding has refused negative token ids and log-probs above 0
 (wire/messages.py). crew.py checks that the episode was assigned to the replica and is not sent twice, and
 uses the trainer's own copy of the task. Numbers that are not finite pass: the update refuses them, in every
-mode (data/finite.py).
+mode (data/validity.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config.run import NAME
 from megatron_stppo.data.routes import dtype_of
-from megatron_stppo.data.structure import episode_fault, ids_fault, turn_fault
+from megatron_stppo.data.validity import episode_fault, ids_fault, turn_fault
 from megatron_stppo.environments.contract import MAX_METRICS, METRIC
 from megatron_stppo.replicas.wire.episodes import Done, PackedRecord, unpack_record
 from megatron_stppo.replicas.wire.messages import Hello

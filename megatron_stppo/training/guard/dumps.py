@@ -23,7 +23,7 @@ from megatron_stppo.base.files import replace_folder
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.exchange import undivided
-from megatron_stppo.data.finite import columns
+from megatron_stppo.data.validity import columns
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.parallel.groups import MeshRank
 

@@ -18,7 +18,7 @@ from megatron_stppo.base.errors import DoNotRestart
 from megatron_stppo.base.types import Batch
 from megatron_stppo.checkpoint import saving
 from megatron_stppo.config import Config
-from megatron_stppo.data.finite import not_finite
+from megatron_stppo.data.validity import not_finite
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.collectives import any_rank, gather_records
 from megatron_stppo.parallel.groups import MeshRank

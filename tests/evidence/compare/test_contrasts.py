@@ -10,9 +10,8 @@ import pytest
 
 from megatron_stppo.config import file
 from megatron_stppo.evidence.compare import results
-from megatron_stppo.evidence.compare.contrasts import Contrast, contrasts, paired_p
+from megatron_stppo.evidence.compare.contrasts import Contrast, contrasts, paired_p, text, write
 from megatron_stppo.evidence.compare.grid import Cell, Grid, load
-from megatron_stppo.evidence.compare.report import text, write
 from megatron_stppo.evidence.compare.results import Result
 
 STUDY = Path(__file__).parents[3] / "docs" / "study"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_stppo.evidence.verify.slopes import Direction, Slope
+from megatron_stppo.evidence.verify.gradient import Direction, Slope
 from tests.evidence.verify import bench
 from tests.ranks import run_ranks
 

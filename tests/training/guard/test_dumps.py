@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import ConfigError
-from megatron_stppo.data.finite import columns, not_finite
 from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.data.validity import columns, not_finite
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.training.guard import dumps

@@ -1,11 +1,18 @@
-"""What holds for every trajectory. A replica's message and a line of a file are both checked with this.
+"""What holds for every trajectory and every batch.
 
-Numbers that are not finite pass: the update refuses them (finite.py).
+A replica's message and a line of a file are both checked as trajectories. There numbers that are not finite
+pass: the update refuses their batch (`not_finite`).
 """
 
 from __future__ import annotations
 
-from megatron_stppo.base.types import FAILED, Trajectory, Turn
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.base.types import FAILED, Batch, Trajectory, Turn
 
 
 def episode_fault(played: Trajectory) -> str:
@@ -46,3 +53,24 @@ def ids_fault(where: str, ids: tuple[int, ...], vocabulary: int) -> str:
     if ids and max(ids) >= vocabulary:
         return f"{where}: a token id above {vocabulary - 1}"
     return f"{where}: a token id below 0" if ids and min(ids) < 0 else ""
+
+
+def not_finite(batch: Batch) -> list[str]:
+    """Return a description of each column with numbers that are not finite: rewards, log-probs, values or
+    advantages of live action tokens.
+
+    Failed trajectories are not checked, because they carry no loss.
+    Example: ["reward_T: 1 of 40 not finite"].
+    """
+    live_T, found = batch.live_T, []
+    for name, value in columns(batch).items():
+        if name.endswith("_T") and value.is_floating_point():
+            bad = int((~torch.isfinite(value[live_T])).sum())
+            found += [f"{name}: {bad} of {int(live_T.sum())} not finite"] if bad else []
+    return found
+
+
+def columns(batch: Batch) -> dict[str, Tensor]:
+    """Return the batch's tensors by name, without those that are None."""
+    given: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(Batch)}
+    return {name: value for name, value in given.items() if value is not None}
