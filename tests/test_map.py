@@ -19,7 +19,10 @@ ROOT = Path(megatron_stppo.__file__).parents[1]
 SOURCES = sorted((ROOT / "megatron_stppo").rglob("*.py"))
 FILE = re.compile(r"(?<![\w./:-])((?:[\w-]+/)+[\w-]+\.(?:pyi?|cuh?|cpp|h|md|js))\b")
 NAME = re.compile(r"(?<![\w./(-])([a-z]\w*(?:\.[A-Za-z_]\w*)+)")
-EXTENSIONS = set("py cpp md js json jsonl yaml html txt msgpack npz gguf safetensors tmp conf so".split())
+# of files, and of tensors in a checkpoint
+EXTENSIONS = set(
+    "weight bias py cpp md js json jsonl yaml html txt msgpack npz gguf safetensors tmp conf so".split()
+)
 # variables of examples in docstrings, and megatron's names of tensors
 EXAMPLES = {"a", "decoder", "episode", "link", "lost", "retriever", "table", "tree", "x"}
 # files of other packages, which comments cite
