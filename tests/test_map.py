@@ -21,7 +21,7 @@ FILE = re.compile(r"(?<![\w./:-])((?:[\w-]+/)+[\w-]+\.(?:pyi?|cuh?|cpp|h|md|js))
 NAME = re.compile(r"(?<![\w./(-])([a-z]\w*(?:\.[A-Za-z_]\w*)+)")
 # of files, and of tensors in a checkpoint
 EXTENSIONS = set(
-    "weight bias py cpp md js json jsonl yaml html txt msgpack npz gguf safetensors tmp conf so".split()
+    "weight bias py cpp md js json jsonl yaml html txt msgpack npz gguf safetensors tmp so".split()
 )
 # variables of examples in docstrings, and megatron's names of tensors
 EXAMPLES = {"a", "decoder", "episode", "link", "lost", "retriever", "table", "tree", "x"}
