@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -40,6 +41,12 @@ def replace_folder(scratch: Path, final: Path) -> None:
         final.rename(older)
     scratch.rename(final)
     shutil.rmtree(older, ignore_errors=True)
+
+
+def unused(path: Path) -> Path:
+    """Return `path`, or if it exists the first of PATH-2, PATH-3, .. that does not."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(one for one in itertools.chain([path], others) if not one.exists())
 
 
 def check_absent(field: str, path: Path) -> None:

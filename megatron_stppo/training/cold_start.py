@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -21,10 +22,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.errors import DoNotRestart
+from megatron_stppo.base.errors import DoNotRestart, TooManyFailures
+from megatron_stppo.base.files import unused
 from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
 from megatron_stppo.checkpoint.convert import export_hf
 from megatron_stppo.checkpoint.export_peft import export_peft
+from megatron_stppo.cluster.exits import is_first_rank
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError, OptimizerConfig
 from megatron_stppo.data import demonstrations
@@ -38,6 +41,7 @@ from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.observe.metrics import progress
 from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.hf_load import load_tokenizer
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
@@ -71,16 +75,21 @@ def cold_start(config: Config, open_episodes: OpenEpisodes | None = None) -> Non
         say(f"{why}: the ends of turns are not checked, and no episodes are played at the end", first_rank)
     unended = episodes.unended if episodes is not None else lambda turn: ""
     scripts = demonstrations.read(data, tokenizer, settings.tokens or sys.maxsize, unended)
-    say(f"done; {_train(config, mesh, scripts)}", first_rank)
+    output = _train(config, mesh, scripts)
     if episodes is None:
         return process.stop()
     gc.collect()  # the engine needs the memory of the training
     torch.cuda.empty_cache()
-    episodes.play()
+    try:
+        episodes.play(output)
+    except TooManyFailures as error:
+        raise TooManyFailures(
+            f"{error}; what was trained is complete in {output}, only the episodes with it failed"
+        ) from error
 
 
-def _train(config: Config, mesh: MeshRank, scripts: list[Demonstration]) -> str:
-    """Train on the scripts and write what was trained. Return a sentence that says what that is."""
+def _train(config: Config, mesh: MeshRank, scripts: list[Demonstration]) -> Path:
+    """Train on the scripts and write what was trained. Return its folder."""
     settings, shape, first_rank = config.cold_start, read_shape(config.model.path), mesh.rank == 0
     steps = list(by_tokens(scripts, len, settings.batch_tokens, mesh.data_size))
     if not steps:
@@ -109,8 +118,22 @@ def _train(config: Config, mesh: MeshRank, scripts: list[Demonstration]) -> str:
         if step % 20 == 0 or step == len(steps) - 1:
             shown = f"loss {loss:.3f} nats/token, {of_turns:.3f} of turns alone"
             say(f"cold start {step + 1}/{len(steps)}: {shown}", first_rank)
-    assert settings.output is not None, "validation/checks.py requires it"
-    return export(settings.output, trainer, config, shape, mesh)
+    output = free_output(config)
+    say(f"done; {export(output, trainer, config, shape, mesh)}", first_rank)
+    return output
+
+
+def free_output(config: Config) -> Path:
+    """Return cold_start.output, or a name beside it if that has appeared during the training.
+
+    Collective. What was trained is neither lost nor written over something else.
+    """
+    output = config.cold_start.output
+    assert output is not None, "validation/checks.py requires it"
+    found = Path(os.fsdecode(broadcast_bytes(os.fsencode(unused(output)), 0)))
+    if found != output:
+        say(f"cold_start.output={output}: exists since the training began; {found} is used", is_first_rank())
+    return found
 
 
 def check_refused(trainer: Trainer, budget: int, steps: int, rate: str) -> None:

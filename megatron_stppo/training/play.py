@@ -102,10 +102,12 @@ class ColdEpisodes:
             )
         return f"a turn ends with the first stop string in it, and must end with one of {self._known}"
 
-    def play(self) -> None:
-        """Play with what the cold start has written, and print some episodes and how they end."""
+    def play(self, output: Path) -> None:
+        """Play with what the cold start has written to `output`, and print some episodes and how they end."""
         config, first_rank = self._config, self._mesh.rank == 0
-        worker = assemble(_written(config), training=False, draws=False, begun=(self._mesh, self._make))
+        worker = assemble(
+            _written(config, output), training=False, draws=False, begun=(self._mesh, self._make)
+        )
         worker.publish(0)
         with timed("episodes", first_rank):
             played = worker.play(self._tasks, 1, rollout_settings(config), seed_of(config.run, 0))
@@ -125,9 +127,9 @@ class ColdEpisodes:
         worker.close()
 
 
-def _written(config: Config) -> Config:
+def _written(config: Config, output: Path) -> Config:
     """Return the configuration with what the cold start has written as its model, or as its adapters."""
-    model, output = config.model, config.cold_start.output
+    model = config.model
     path = {"lora": model.lora.model_copy(update={"path": output})} if model.lora.rank else {"path": output}
     return config.model_copy(update={"model": model.model_copy(update=path)})
 

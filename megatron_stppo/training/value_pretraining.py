@@ -33,7 +33,7 @@ from megatron_stppo.observe.describe import explained_variance
 from megatron_stppo.observe.metrics import progress
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.advantage import estimate
-from megatron_stppo.training.cold_start import by_tokens, check_refused
+from megatron_stppo.training.cold_start import by_tokens, check_refused, free_output
 from megatron_stppo.training.update.critic_step import critic_step
 from megatron_stppo.training.update.minibatches import chosen_tokens
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
@@ -46,8 +46,7 @@ COMPARED = 32  # episodes whose log-probs are compared with the policy's
 def pretrain(config: Config, run: Path) -> None:
     """Train the critic on the episodes of the run in the folder `run`, and write a Hugging Face folder with
     its value head to cold_start.output. Collective. Raises ConfigError if they are not of model.path."""
-    settings, output = config.cold_start, config.cold_start.output
-    assert output is not None, "validation/checks.py requires it"
+    settings = config.cold_start
     mesh, shape = process.start(config), read_shape(config.model.path)
     first_rank, packer = mesh.rank == 0, Packer.of(config, shape, mesh)
     played = _episodes(run, shape, config.algorithm)
@@ -90,6 +89,7 @@ def pretrain(config: Config, run: Path) -> None:
         say(f"critic {step}/{len(steps)}: {shown}", first_rank)
     weights, spec = build.named_parameters(critic.chunks), layer_spec(config)
     layouts = training_layouts(shape, mesh.layout, spec=spec, head="value")
+    output = free_output(config)
     export_hf(output, weights, layouts, shape, config.model.path, head="value")
     advice = "; below 0 it is worse than the mean return: record more tasks, or lower update.critic.lr"
     say(

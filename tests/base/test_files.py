@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.base.files import replace_folder, replacing
+from megatron_stppo.base.files import replace_folder, replacing, unused
 
 
 def test_the_old_file_is_there_until_the_block_ends(tmp_path: Path) -> None:
@@ -51,3 +51,9 @@ def test_a_folder_takes_a_name_that_is_free(tmp_path: Path) -> None:
     (tmp_path / "scratch").mkdir()
     replace_folder(tmp_path / "scratch", tmp_path / "step")
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
+
+
+def test_an_output_gets_a_name_that_nothing_has(tmp_path: Path) -> None:
+    for name in ("out", "out-2", "out-3"):
+        assert unused(tmp_path / "out").name == name
+        (tmp_path / name).mkdir()

@@ -7,6 +7,7 @@ rewards of a batch vary. The exact matches of a random policy would not vary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import EnvironmentConfig
@@ -38,3 +39,10 @@ class Searching:
 def factory(config: EnvironmentConfig) -> Callable[[], Searching]:
     make = search.factory(config)
     return lambda: Searching(make())
+
+
+def late(config: EnvironmentConfig) -> Callable[[], search.SearchEnvironment]:
+    """Return the search environment. Opening it makes the folder `cold`, the output of a cold start."""
+    assert config.retrieval.index is not None
+    (Path(config.retrieval.index).parent / "cold").mkdir(exist_ok=True)
+    return search.factory(config)

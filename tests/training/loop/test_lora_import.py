@@ -44,13 +44,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("imported")
     config = small_run.write(root)
     demonstrations(root / "demonstrations.jsonl")
-    given = (f"data.demonstrations={root}/demonstrations.jsonl", f"cold_start.output={root}/adapters")
+    given = (f"data.demonstrations={root}/demonstrations.jsonl", f"cold_start.output={root}/cold")
     rates = ("cold_start.batch_tokens=256", "cold_start.lr=0.01", "cold_start.episodes=4")
-    done = small_run.run("cold-start", config, *given, *LORA, *rates, "environment.kind=search")
+    done = small_run.run(
+        "cold-start", config, *given, *LORA, *rates, "environment.kind=tests.training.loop.searching:late"
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "4 episodes of data.train" in done.stderr
-    said = f"are {root}/adapters; train with model.lora.path={root}/adapters model.path={root}/model"
-    assert said in done.stderr
+    said = f"are {root}/cold-2; train with model.lora.path={root}/cold-2 model.path={root}/model"
+    assert said in done.stderr and not any((root / "cold").iterdir())
+    (root / "cold-2").rename(root / "adapters")
     done = small_run.run("train", config, "run.name=trained", *RUN, f"model.lora.path={root}/adapters")
     assert done.returncode == 0, done.stderr[-3000:]
     return root / "runs" / "trained"
