@@ -88,11 +88,13 @@ def _agents(config: Config) -> Callable[[], AnyEnvironment]:
 def _reach_without_proxy(host: str) -> None:
     """Add the host to the variables that name what HTTP clients reach without a proxy.
 
-    Agents in this process, and their commands, inherit them. A proxy would get their prompts and keys.
+    Agents in this process, and their commands, inherit them. A proxy would get their prompts and keys. "*",
+    which names everything, is left alone: clients understand it only by itself.
     """
     names = ("NO_PROXY", "no_proxy")
     known = [one.strip() for name in names for one in os.environ.get(name, "").split(",")]
-    os.environ.update(dict.fromkeys(names, ",".join(dict.fromkeys(filter(None, [*known, host])))))
+    every = ["*"] if "*" in known else filter(None, [*known, host])
+    os.environ.update(dict.fromkeys(names, ",".join(dict.fromkeys(every))))
 
 
 def _unencrypted(address: str, host: str, port: int) -> str:

@@ -62,6 +62,9 @@ def test_the_endpoint_listens_at_the_address_of_the_configuration(world: World) 
     endpoint = make.args[1]
     assert endpoint.host == "127.0.0.2"
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "a.b,c,::1,127.0.0.2"
+    os.environ["no_proxy"] = "*"  # not understood in a list
+    opening._reach_without_proxy("127.0.0.2")
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "*"
     endpoint.close()
 
 

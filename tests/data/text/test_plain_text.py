@@ -105,9 +105,8 @@ def byte_level(expression: str, ignore_merges: bool = False) -> PreTrainedTokeni
         max_token_length=6,
         show_progress=False,
     )
-    core.train_from_iterator(
-        ["ab ba aaaa\n \n    \n  12 345 1000000 it's AAaa 一二三 ====... 一Ac 一Ad 一Ae" * 3], trainer
-    )
+    text = "ab ba aaaa\n \n    \n  12 345 1000000 it's AAaa 一二三 ====... 一Ac 一Ad 一Ae"
+    core.train_from_iterator([text * 3], trainer)
     core.add_tokens([AddedToken("<tool>", normalized=False, special=False)])
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
 
