@@ -65,17 +65,17 @@ def test_a_new_project_makes_its_model_passes_its_tests_and_trains(
     assert (folder / "runs/first/report.html").exists()
 
 
-def test_a_new_agent_makes_its_model_passes_its_tests_and_trains(tmp_path: Path) -> None:
+def test_a_new_agent_passes_its_tests_and_learns_to_call_its_tools(tmp_path: Path) -> None:
+    """The cold start plays the agent at its end. That a run can train on its episodes is tested elsewhere."""
     folder = tmp_path / "my-agent"
     run(tmp_path, "-m", "megatron_stppo", "init", "--agent", str(folder))
     assert sorted(path.name for path in folder.iterdir()) == AGENT_FILES
-    run(folder, "make_model.py")
+    rows = folder / "demonstrations.py"  # fewer than the project has: how calls are written is learned first
+    rows.write_text(rows.read_text().replace("ROWS = 2_000", "ROWS = 300"))
+    played = run(folder, "make_model.py")
     assert "3 passed" in run(folder, "-m", "pytest", "-q").stdout
-    run(folder, "-m", "megatron_stppo", "train", "config.yaml", "run.iterations=1")
-    (row,) = (json.loads(row) for row in (folder / "runs/first/metrics.jsonl").read_text().splitlines())
-    assert row["outcome/ok"] + row["outcome/wrong"] == 48, "no episode failed"
-    assert row["rollout/called_tool"] > 0.9 and 0.1 < row["rollout/exact_match"] < 0.9
-    assert row["rollout/branches"] == 1, "an episode is one history"
+    said = re.search(r"exact match ([0-9.]+), valid actions ([0-9.]+)", played.stdout + played.stderr)
+    assert said and 0 < float(said[1]) < 0.9 and float(said[2]) > 0.9, "its calls are read, at random boxes"
 
 
 def test_a_folder_that_is_not_empty_is_refused_and_unchanged(tmp_path: Path) -> None:
