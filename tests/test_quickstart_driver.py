@@ -214,10 +214,12 @@ def test_output_is_shown_and_kept(
 ) -> None:
     status = driver.forward((sys.executable, "-c", "print('hello')"), tmp_path / "x.log", os.environ)
     assert (status, capfd.readouterr().out, (tmp_path / "x.log").read_text()) == (0, "hello\n", "hello\n")
+    killed = "import os; os.kill(os.getpid(), 15)"
+    assert driver.forward((sys.executable, "-c", killed), tmp_path / "y.log", os.environ) == 143
 
 
 STOPPED = """
-import signal, sys, time
+import os, signal, sys, time
 def save(number, frame):
     print(f"saving after {signal.Signals(number).name}", flush=True)
     time.sleep(0.5)
@@ -225,7 +227,7 @@ def save(number, frame):
     sys.exit(85)
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
     signal.signal(number, save)
-print("ready", flush=True)
+print("ready" if os.getsid(0) == os.getpid() else "gets a Ctrl-C twice", flush=True)
 while True:
     signal.pause()
 """

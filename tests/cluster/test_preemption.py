@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.cluster.launch.process import free_port
-from megatron_stppo.cluster.preemption import SIGNALS, PreemptionNotice, ends_at_sigterm
+from megatron_stppo.cluster.preemption import SIGNALS, PreemptionNotice, ends_at_sigterm, passed_on
 from megatron_stppo.config import ConfigError
 
 # A replacement for a training that prints its progress.
@@ -173,6 +173,21 @@ def test_a_pipe_whose_reader_is_ended_by_the_same_ctrl_c_does_not_end_the_run(tm
     assert (tmp_path / "reason").read_text() == "SIGINT"
 
 
+def test_signals_are_passed_on_to_a_process_from_its_start_unless_the_program_handles_them() -> None:
+    def start() -> subprocess.Popen[bytes]:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return subprocess.Popen(("sleep", "60"))
+
+    with passed_on(start) as process:
+        assert process.wait(30) == -signal.SIGHUP
+    handled = list[int]()
+    before = signal.signal(signal.SIGHUP, lambda number, frame: handled.append(number))
+    assert before == signal.SIG_DFL, "it is the program's own again"
+    with passed_on(start) as process:
+        process.kill()
+        assert (process.wait(30), handled) == (-signal.SIGKILL, [signal.SIGHUP])
+
+
 def test_a_notice_to_another_rank_applies_to_this_rank() -> None:
     notice = PreemptionNotice(margin=0)
     assert notice.due(lambda mine: True)
@@ -192,6 +207,11 @@ def test_notice_comes_when_one_more_iteration_would_end_too_late(monkeypatch: py
 def test_notice_comes_before_an_evaluation_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit is 1060. Iterations take 10 s, the first evaluation 30 s; a second one would end at 1070."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1100")
+    times = iter((980.0, 990.0, 1059.0, 1061.0))
+    monkeypatch.setattr(time, "time", lambda: next(times))
+    notice = PreemptionNotice(margin=40)
+    assert not notice.due(alone, begins="evaluation")
+    assert (notice.now(), notice.now()) == ("", "SLURM_JOB_END_TIME is near"), "one in progress is abandoned"
     times = iter((980.0, 990.0, 1020.0, 1030.0, 1040.0))
     monkeypatch.setattr(time, "time", lambda: next(times))
     notice = PreemptionNotice(margin=40)

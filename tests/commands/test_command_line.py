@@ -195,6 +195,10 @@ def test_output_that_cannot_be_written_at_the_end_is_an_error_unless_there_is_an
             program = f"from megatron_stppo.cluster.exits import leave; print(1); leave({code})"
             left = subprocess.run([sys.executable, "-c", program], stdout=full, env=buffered, timeout=120)
             assert left.returncode == expected
+        # what `train` prints may be lost; what `plan` prints is all that it does
+        for words, expected in (("train --help", 0), ("plan --help", 1), ("train no.yaml", 2)):
+            line = [sys.executable, "-m", "megatron_stppo", *words.split()]
+            assert subprocess.run(line, stdout=full, stderr=full, timeout=120).returncode == expected
 
 
 def test_a_thread_that_never_ends_does_not_keep_the_process() -> None:
