@@ -9,7 +9,7 @@ import re
 
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.config import AlgorithmConfig
-from megatron_stppo.observe.trajectory_files import played_path
+from megatron_stppo.observe.run_files import played_path
 from tests.documented import DOCS, NAME, metrics, rows, undocumented
 from tools.write_reference import commands, configuration, default
 

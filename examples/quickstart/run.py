@@ -32,8 +32,8 @@ from stages import forward
 from megatron_stppo.base.printing import drop_unwritable
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
-from megatron_stppo.observe import rows
 from megatron_stppo.observe.report import page
+from megatron_stppo.observe.run_files import read_rows
 from megatron_stppo.validation import checks
 
 HERE = Path(__file__).parent
@@ -220,7 +220,7 @@ def prepare_training(command: tuple[str, ...], was_begun: bool, folder: Path) ->
 def finish(config: Config, seconds: Mapping[str, float]) -> None:
     """Write summary.json and report.html, and print the table. seconds: {stage: its time}."""
     folder = config.run.folder
-    evaluated = [row for row in rows.read(folder / "metrics.jsonl") if "evaluate/exact_match" in row]
+    evaluated = [row for row in read_rows(folder / "metrics.jsonl") if "evaluate/exact_match" in row]
     before, after = evaluated[0], evaluated[-1]
     installed = Path(sys.prefix) / "install-seconds"  # written by the Makefile
     summary = {

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.cluster.deadlines import OTHER
 from megatron_stppo.observe.reporters import Reporter, TensorBoard
-from megatron_stppo.observe.rows import truncate
+from megatron_stppo.observe.run_files import truncate
 
 Item = TypeVar("Item")
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
-from megatron_stppo.observe.trajectory_files import FOLDER, played_path, recorded
+from megatron_stppo.observe.run_files import FOLDER, played_path, recorded
 
 try:
     import pandas

@@ -27,7 +27,7 @@ from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.data.validity import episode_fault, ids_fault, turn_fault
-from megatron_stppo.observe.trajectory_files import DIGEST, played_path, turns_path
+from megatron_stppo.observe.run_files import DIGEST, played_path, turns_path
 from megatron_stppo.parallel.collectives import first, raise_together, send_to_first
 
 # JSON escapes control codes below space. These characters also affect a terminal or a program that reads

@@ -12,7 +12,7 @@ from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.ledger import Terms
 from megatron_stppo.observe import trajectory_log
-from megatron_stppo.observe.trajectory_files import recorded
+from megatron_stppo.observe.run_files import recorded
 from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
 from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.sharing import RecordedBatch

@@ -12,7 +12,7 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import microbatch_runs, prefixes_of, to_batch
 from megatron_stppo.model.pipeline import Packer, sharing_obstacle
 from megatron_stppo.observe import trajectory_log
-from megatron_stppo.observe.trajectory_files import recorded
+from megatron_stppo.observe.run_files import recorded
 
 NO_RUN = "prefixes that they share are not counted; --from RUN_DIR measures them"
 

@@ -13,7 +13,7 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.observe.metrics import counting
-from megatron_stppo.observe.trajectory_files import new_folder
+from megatron_stppo.observe.run_files import new_folder
 from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.rollout.episodes.playable import playable
 from megatron_stppo.training.colocated import assemble

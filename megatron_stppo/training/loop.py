@@ -27,7 +27,7 @@ from megatron_stppo.observe.describe import describe, describe_groups
 from megatron_stppo.observe.metrics import progress
 from megatron_stppo.observe.observer import Observer
 from megatron_stppo.observe.reporters import Reporter, WeightsAndBiases
-from megatron_stppo.observe.rows import truncate
+from megatron_stppo.observe.run_files import truncate
 from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.rollout.episodes.failures import warn

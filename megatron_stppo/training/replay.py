@@ -25,7 +25,7 @@ from megatron_stppo.config.file import read_yaml
 from megatron_stppo.config.section import enforce
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.model.learner import Learner, build_learner
-from megatron_stppo.observe import trajectory_files, trajectory_log
+from megatron_stppo.observe import run_files, trajectory_log
 from megatron_stppo.observe.console import RowLines, say, timed
 from megatron_stppo.observe.describe import describe_batch, describe_groups, describe_rollouts
 from megatron_stppo.observe.metrics import Metrics, progress
@@ -163,6 +163,6 @@ def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
 
 
 SOURCES = {
-    "rollouts": Source(trajectory_files.recorded, _rollouts),
+    "rollouts": Source(run_files.recorded, _rollouts),
     "batches": Source(dumps.recorded, _batches),
 }

@@ -19,8 +19,8 @@ from megatron_stppo.data.validity import not_finite
 from megatron_stppo.model.experts.routing import Record, recording, routed_layers
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.pipeline import logprobs, values
-from megatron_stppo.observe import rows
 from megatron_stppo.observe.describe import current_mismatch, mean_of
+from megatron_stppo.observe.run_files import write_steps
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.training.update.critic_step import critic_step
@@ -165,7 +165,7 @@ def update(
             steps.append(step.metrics | mean_of(of_critic))
     packer.keep(())
     if a.correction_probe and learner.mesh.rank == 0:
-        rows.write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
+        write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
     # not 0 only if scoring and update compute different log-probs, or with algorithm.old_policy=behaviour
     measured = {"actor/first_kl_to_old": steps[0]["actor/kl_to_old"], "actor/kl_after": 0.0}
     computed, packed = map(sum, zip(*distinct, strict=True))

@@ -27,10 +27,11 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import Model, Packer, logprobs, values
 from megatron_stppo.model.policy_head import PolicyHead
-from megatron_stppo.observe import trajectory_files, trajectory_log
+from megatron_stppo.observe import trajectory_log
 from megatron_stppo.observe.console import explained, say, timed
 from megatron_stppo.observe.describe import explained_variance
 from megatron_stppo.observe.metrics import progress
+from megatron_stppo.observe.run_files import recorded
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.cold_start import by_tokens, check_refused, free_output
@@ -143,7 +144,7 @@ def measured(critic: Model, batch: Batch, chosen: Sequence[int], packer: Packer)
 def _episodes(run: Path, shape: ModelShape, algorithm: AlgorithmConfig) -> list[Trajectory]:
     """Return the recorded trajectories whose return is known. Raises ConfigError if there are none."""
     left_out = FAILED if algorithm.truncated == "end" else (*FAILED, "truncated")
-    numbers = trajectory_files.recorded(run)
+    numbers = recorded(run)
     read = itertools.chain.from_iterable(trajectory_log.read(run, n, shape.vocab) for n in numbers)
     played = [t for t in read if t.outcome not in left_out and t.turns]
     if not played:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_stppo.base.files import replacing
 from megatron_stppo.config import Config
 from megatron_stppo.config.file import NOT_YAML, load, parse
-from megatron_stppo.observe.trajectory_files import set_aside
+from megatron_stppo.observe.run_files import set_aside
 
 CONFIG = "config.yaml"
 UNREAD = ("data.demonstrations", "cold_start.")  # fields that training does not read

@@ -19,8 +19,8 @@ from megatron_stppo.cluster.exits import is_first_rank
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import read_yaml
 from megatron_stppo.data.text.tokenizer_files import different
-from megatron_stppo.observe import rows
 from megatron_stppo.observe.console import say
+from megatron_stppo.observe.run_files import read_rows
 from megatron_stppo.validation import model_folder, serving
 from megatron_stppo.validation.attempts import CONFIG
 from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -70,7 +70,7 @@ def finished(config: Config) -> int | None:
 
 def _evaluated(config: Config, step: int) -> bool:
     """Return whether metrics.jsonl has the evaluation of an iteration."""
-    found = rows.read(config.run.folder / "metrics.jsonl")
+    found = read_rows(config.run.folder / "metrics.jsonl")
     return any(row["iteration"] == step and "evaluate/exact_match" in row for row in found)
 
 

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_stppo.observe import metrics as module
 from megatron_stppo.observe.metrics import Metrics, progress
-from megatron_stppo.observe.rows import column, read, truncate, write_steps
+from megatron_stppo.observe.run_files import column, read_rows, truncate, write_steps
 
 
 class Clock:
@@ -94,7 +94,7 @@ def test_a_resumed_run_replaces_the_rows_after_its_checkpoint(tmp_path: Path) ->
     second = Metrics(tmp_path, 0, resumed_at=2)
     second.log(3, {"reward": 1.0})
     second.close()
-    rows = read(tmp_path / "metrics.jsonl")
+    rows = read_rows(tmp_path / "metrics.jsonl")
     assert [(row["iteration"], row["reward"]) for row in rows] == [(1, 0.0), (2, 0.0), (3, 1.0)]
 
 
@@ -103,7 +103,7 @@ def test_a_new_run_in_an_old_folder_starts_empty(tmp_path: Path) -> None:
         metrics = Metrics(tmp_path, 0)
         metrics.log(1, {"reward": reward})
         metrics.close()
-    assert [row["reward"] for row in read(tmp_path / "metrics.jsonl")] == [1.0]
+    assert [row["reward"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1.0]
 
 
 def test_tensorboard_has_the_same_numbers(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_tensorboard_loses_the_points_that_a_resumed_run_repeats(
             resumed.log(iteration, {"reward": 1.0})
     resumed.close()
     board = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
-    rows = read(tmp_path / "metrics.jsonl")
+    rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == kept
     points = [(event.step, event.value) for event in board.Scalars("reward")]
     assert points == [(row["iteration"], row["reward"]) for row in rows]
@@ -165,7 +165,7 @@ def test_the_steps_of_a_repeated_iteration_replace_the_earlier_ones(tmp_path: Pa
     path = tmp_path / "steps.jsonl"
     for iteration, norms in ((1, [1.0, 2.0]), (2, [3.0, 4.0]), (2, [5.0, math.nan])):
         write_steps(path, iteration, [{"norm": norm} for norm in norms])
-    found = [(row["iteration"], row["step"], row["norm"]) for row in read(path)]
+    found = [(row["iteration"], row["step"], row["norm"]) for row in read_rows(path)]
     assert found == [(1, 1, 1.0), (1, 2, 2.0), (2, 1, 5.0), (2, 2, None)]
 
 

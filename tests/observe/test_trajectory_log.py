@@ -19,7 +19,7 @@ from megatron_stppo.base.types import Message, Task, Trajectory, Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.data.validity import columns
-from megatron_stppo.observe.trajectory_files import new_folder, recorded, turns_path
+from megatron_stppo.observe.run_files import new_folder, recorded, turns_path
 from megatron_stppo.observe.trajectory_log import TrajectoryLog, encode, read
 from megatron_stppo.rollout.episodes.failures import FailureLimit
 from tests.full_disk import full_disk

@@ -13,8 +13,8 @@ from megatron_stppo.base.types import Trajectory
 from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
-from megatron_stppo.observe import rows, trajectory_log
-from megatron_stppo.observe.trajectory_files import DIGEST, digest_of, played_path, recorded
+from megatron_stppo.observe import trajectory_log
+from megatron_stppo.observe.run_files import DIGEST, digest_of, played_path, read_rows, recorded
 from megatron_stppo.validation.attempts import ATTEMPT, attempt_path
 
 METRICS, TOKENS = "metrics.jsonl", "rollout/action_tokens"
@@ -83,7 +83,7 @@ def _rows(run: Path, found: Records) -> dict[int, dict[str, Any]]:
     """Return the rows of metrics.jsonl by iteration; an empty row for each file if they cannot be read."""
     there = recorded(run)
     try:
-        given = {row["iteration"]: row for row in map(_checked, rows.read(run / METRICS))}
+        given = {row["iteration"]: row for row in map(_checked, read_rows(run / METRICS))}
     except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         found.damage.append(f"{run / METRICS}: cannot be read, so its digests and sums are unknown ({error})")
         return {iteration: {} for iteration in there}

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.evidence.compare.grid import Cell, Grid
-from megatron_stppo.observe import rows
+from megatron_stppo.observe.run_files import column, read_rows
 
 FILE = "cells.csv"
 
@@ -73,14 +73,14 @@ def add(folder: Path, result: Result) -> None:
 
 def measured(grid: Grid, cell: Cell, run: Path, device: str, ended: str) -> Result:
     """Return the result of a run that has ended for good. Raises ValueError if it has no outcome."""
-    recorded = rows.read(run / "metrics.jsonl")
-    outcome = grid.outcome.of(dict(zip(*rows.column(recorded, grid.outcome.metric), strict=True)))
+    recorded = read_rows(run / "metrics.jsonl")
+    outcome = grid.outcome.of(dict(zip(*column(recorded, grid.outcome.metric), strict=True)))
     return Result(
         **vars(cell),
         outcome=round(outcome, 6),
         device=device,
         iterations=int(recorded[-1]["iteration"]),
-        seconds=round(sum(rows.column(recorded, "seconds")[1]), 1),
+        seconds=round(sum(column(recorded, "seconds")[1]), 1),
         ended=ended,
         digest=grid.digest(cell),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from megatron_stppo.observe.report.lines import number, reading, short
-from megatron_stppo.observe.trajectory_files import played_path, recorded, turns_path
+from megatron_stppo.observe.run_files import played_path, recorded, turns_path
 
 MAX_TEXT, MAX_TURNS = 20_000, 200  # characters of a text, turns of an episode
 MAX_METRICS = 96  # of an episode

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from megatron_stppo.observe.trajectory_files import played_path
+from megatron_stppo.observe.run_files import played_path
 from tests.training.loop import small_run
 
 ANSWER = json.dumps({"result": [[{"id": "1", "contents": '"Rome"\nRome is a capital.'}]]}).encode()
