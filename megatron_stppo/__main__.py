@@ -13,11 +13,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from megatron_stppo import __version__
-from megatron_stppo.base.errors import Ending, Requeue
+from megatron_stppo.base.errors import Ending
 from megatron_stppo.base.printing import drop_unwritable
 from megatron_stppo.cluster.exits import (
+    ENDS,
     PATIENCE,
-    SAVED,
     crash,
     end_within,
     has_process_groups,
@@ -88,7 +88,7 @@ def main() -> NoReturn:
     """Run the command line and end the process."""
     drop_unwritable("stderr", *(("stdout",) if sys.argv[1:2] and sys.argv[1] in _ON_DISK else ()))
     code = run()
-    end_within(code, PATIENCE if code != Requeue.exit_code else SAVED)
+    end_within(code, ENDS.get(code, PATIENCE))
     if has_process_groups():
         leave(code)
     # Python's last garbage collection visits all objects of torch and vLLM, which takes seconds.

@@ -14,7 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE, TOOLS, TESTS = (sorted((ROOT / name).rglob("*.py")) for name in ("megatron_stppo", "tools", "tests"))
 README = [ROOT / "README.md"]
-PAGES = [*README, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")), *(ROOT / "docs").rglob("*.md")]
+PAGES = [
+    *README,
+    *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")),
+    *(ROOT / "docs").rglob("*.md"),
+]
 
 
 def lines(paths: Iterable[Path]) -> int:

@@ -15,13 +15,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_stppo.base.errors import CannotRecord
+from megatron_stppo.base.errors import CannotRecord, Requeue
 from megatron_stppo.base.files import replacing
 
 CANNOT_WRITE = 120
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, the limit of a file's size
 PATIENCE = 75.0  # seconds that a process gets to end; a save in progress gets 60, and deadlines.END is 90
-SAVED = 2.0  # the same after Requeue, when no save is in progress: SIGKILL follows 30 s after SIGTERM
+# the same by exit code, where no save is in progress: SIGKILL may follow 30 s after SIGTERM
+ENDS = {0: 10.0, Requeue.exit_code: 2.0}
 
 
 @contextmanager
