@@ -130,9 +130,12 @@ class _Plain(yaml.SafeLoader):
                 what = f"{_short(key.value)} appears twice, remove one"
                 raise yaml.MarkedYAMLError(problem=what, problem_mark=key.start_mark)
             seen.add(str(key.value))
+            if key.tag == _NUMBER:  # a name, such as that of a setting of `compare`
+                key.tag = _TEXT
         return super().construct_mapping(node, deep)
 
 
+_NUMBER, _TEXT = "tag:yaml.org,2002:float", "tag:yaml.org,2002:str"
 _TRUTH = "tag:yaml.org,2002:bool"
 _Plain.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != _TRUTH]

@@ -144,8 +144,11 @@ def _become(request: Request, python: Python) -> NoReturn:
         os.environ.clear()
         os.environ.update(preloaded.VARIABLES | request.variables)
         sys.stdin = open(0, closefd=False)  # multiprocessing has closed it
+        sys.stdout = open(
+            1, "w", closefd=False, encoding="utf-8"
+        )  # the server's may be of another kind of file
         if "PYTHONUNBUFFERED" in request.variables:
-            sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+            sys.stdout.reconfigure(write_through=True)
         os.getppid = lambda: _parent(request.client)
         preloaded.start(request.client)
         sys.executable, sys.argv = python.stand_in, request.arguments[1:]
