@@ -19,7 +19,7 @@ from tests.training.loop import small_run
 
 MESSAGES = [
     {"role": "user", "content": "Which?"},
-    {"role": "tool", "content": "Rome", "name": "search"},
+    {"role": "user", "content": "Rome", "name": "search"},
 ]
 EXTRA = {
     "created": datetime.datetime(2026, 1, 2, 3, 4),
