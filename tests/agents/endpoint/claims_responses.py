@@ -60,7 +60,7 @@ def test_items_of_a_turn_become_one_message(world: World) -> None:
         FOUND | {"call_id": "c2", "output": [{"type": "input_text", "text": "B"}]},
         FOUND,
         said("There."),
-        {"role": "developer", "content": "Be quick."},
+        {"role": "developer", "content": [{"type": "input_text", "text": f"Be {one}."} for one in "ab"]},
         instructions="You are an agent.",
         tools=[TOOL],
         tool_choice="auto",
@@ -78,7 +78,7 @@ def test_items_of_a_turn_become_one_message(world: World) -> None:
         ("tool", "B"),
         ("tool", "A"),
         ("assistant", "There."),
-        ("system", "Be quick."),
+        ("system", "Be a.\n\nBe b."),
     ]
     assert one.messages[2]["reasoning_content"] == "hm"
     assert [c["function"]["arguments"] for c in one.messages[2]["tool_calls"]] == [{"q": "a"}, "{broken"]
