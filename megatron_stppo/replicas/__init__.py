@@ -1,4 +1,4 @@
-"""Asynchronous training: a trainer, and replicas that play episodes for it while it trains.
+"""Asynchronous training.
 
 Who sends what to whom. First ranks exchange messages; all ranks exchange weights.
 
