@@ -4,8 +4,7 @@ Each is a file or a folder; no other place of the package names one. A family is
 (weights/sharding/hf_names.py) with its `model_type`. It says in which way the family differs from attention
 and MLP with a norm before each: as data where that is possible, else as methods. `families()` finds the
 classes in the modules of this folder; there is no list of them. They do not import torch, because a
-configuration is checked before torch is imported. What needs torch is named by the class and imported when
-it is used:
+configuration is checked before that. What needs torch is named by the class and imported when it is used:
 
     layer_class     a subclass of Layers (model/layers.py): modules of megatron's layers
     cpu_engine      a module with prepare(): what vLLM needs on a CPU
