@@ -134,7 +134,7 @@ def test_every_metric_has_a_panel_that_can_be_read_by_keyboard(
         assert text(browser, "#cursor") == iteration
     assert text(browser, ".legend b") == "0.25"
     told = browser.ask("document.querySelector('svg').getAttribute('aria-valuetext')")
-    assert told == "iteration 1: reward 0.25"
+    assert told == "iteration 1: training 0.25"
     shares = browser.ask(
         "[...document.querySelectorAll('figure:last-child b')].map((one) => one.textContent)"
     )
