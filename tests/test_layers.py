@@ -41,6 +41,8 @@ PLATFORM = {
     "rollout/vllm/cpu_worker.py",
     "families/qwen3_next/cpu_engine.py",
 }
+# Streams of this process that print, for which Python has these names.
+STREAMS = {("base/printing.py", "sys.stdout"), ("base/printing.py", "sys.stderr")}
 # --help must not import torch. vLLM, the CPU platform and megatron must be imported in this order.
 LAZY = {"commands", "cluster/launch/process.py", "parallel/cpu_platform.py"}
 
@@ -158,7 +160,11 @@ def test_a_circle_of_imports_is_detected() -> None:
 
 def test_only_the_platform_for_machines_without_a_gpu_replaces_functions_of_other_packages() -> None:
     wrong = [
-        f"{path}: {name}" for path in sources() if str(path) not in PLATFORM for name in replaced(parse(path))
+        f"{path}: {name}"
+        for path in sources()
+        if str(path) not in PLATFORM
+        for name in replaced(parse(path))
+        if (str(path), name) not in STREAMS
     ]
     assert not wrong, "pass a function or an object instead"
 

@@ -8,8 +8,9 @@
 #     2, 93    the next attempt would fail too (configuration; see docs/cluster.md): not requeued
 #     85       checkpointed, because the time limit is near: requeued
 #     other    a crash or a hang: requeued
-# After two attempts in a row without a newer checkpoint, the script exits with 93, whatever their exit codes. Attempts
-# that were killed from outside, by a preemption or the failure of a node, are counted by themselves, up to ten.
+# After two attempts in a row without a newer checkpoint, the script exits with 93. Attempts that were killed from outside,
+# by a preemption or the failure of a node, or that ended with 85 before there was one, are counted by themselves, up to
+# ten.
 #
 # The same NAME continues that run (with --resume, if its folder has one). Another NAME starts a new run.
 # Logs: runs/NAME/attempts/JOBID.RESTART/rank-N.log, and runs/NAME/attempts/latest/.
@@ -25,7 +26,7 @@ shift 2
 checkpoints=$ROOT/$name/checkpoints attempts=$ROOT/$name/attempts
 attempt=$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
 # One line "ATTEMPT STEP" per attempt since the job was submitted, and "ATTEMPT STEP ended" if it was not killed from
-# outside. STEP is where it began.
+# outside and did not end with 85. STEP is where it began.
 started=$attempts/started
 
 say() { echo "$(date -u +%FT%TZ) $name $attempt: $*" >&2; }
@@ -54,8 +55,8 @@ stop_without_progress() {
         say "not started again: two attempts without a newer checkpoint than step $step; see $attempts"
         exit 93
     elif ((killed >= 10)); then
-        say "not started again: ten attempts without a newer checkpoint than step $step were killed from outside;" \
-            "see $attempts, and lower run.checkpoint_every if they had no time to write one"
+        say "not started again: ten attempts without a newer checkpoint than step $step were killed from outside, or ended" \
+            "with 85; see $attempts, and lower run.checkpoint_every if they had no time to write one"
         exit 93
     fi
 }
@@ -99,7 +100,7 @@ rm -f "$ROOT/$name/exit.json"
 start_replicas "$ROOT/$name" "$attempts/$attempt"
 "${launch[@]}" "${training[@]}" --output="$attempts/$attempt/rank-%t.log" "${python[@]}" -m megatron_stppo train "$config" \
     run.name="$name" run.root="$ROOT" "${asynchronous[@]}" "$@" "${resume[@]}" || code=$?
-sed -i '$ s/$/ ended/' "$started" || say "$started cannot be written; this attempt counts as killed from outside"
+[[ $code == 85 ]] || sed -i '$ s/$/ ended/' "$started" || say "$started cannot be written; this attempt counts as killed from outside"
 stop_replicas
 judged=$(verdict)
 code=${judged:-$code}

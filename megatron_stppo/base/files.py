@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -53,6 +55,26 @@ def check_absent(field: str, path: Path) -> None:
     """Raise ConfigError if `path`, which a command is to create, exists."""
     if path.exists():
         raise ConfigError(f"{field}={path}: already exists; name a new folder, or remove it")
+
+
+def scratch_of(folder: Path) -> Path:
+    """Return the folder .NAME.HOST-PROCESS.partial beside `folder`, in which this process makes it."""
+    return folder.with_name(f".{folder.name}.{socket.gethostname()}-{os.getpid()}.partial")
+
+
+def make_scratch(field: str, folder: Path) -> Path:
+    """Create the empty folder scratch_of(folder), and return it. Raises ConfigError if `folder` exists.
+
+    Those of processes of this host that were killed are removed.
+    """
+    check_absent(field, folder)
+    before, after = scratch_of(folder).name.rsplit(str(os.getpid()), 1)
+    for left in folder.parent.glob(f"{glob.escape(before)}*{after}"):
+        process = left.name.removeprefix(before).removesuffix(after)
+        if process == str(os.getpid()) or not Path("/proc", process).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    scratch_of(folder).mkdir(parents=True)
+    return scratch_of(folder)
 
 
 def check_empty(field: str, folder: Path) -> None:

@@ -9,11 +9,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterable
-from contextlib import redirect_stderr, redirect_stdout, suppress
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Any, Literal, TextIO
 
 MAX_LINE = 200  # characters of foreign text in one line
-OUTPUTS = {"stdout": (1, redirect_stdout), "stderr": (2, redirect_stderr)}
 
 
 def printable(text: Any) -> str:
@@ -65,17 +64,20 @@ def drop_unwritable(*names: Literal["stdout", "stderr"]) -> None:
     print, logging, warnings and progress bars write to sys.stdout and sys.stderr, and would end the run. Both
     write characters that the encoding lacks as escapes.
     """
-    for name, (number, redirect) in OUTPUTS.items():
-        stream = getattr(sys, name)
-        if stream is None:  # closed: the next file that is opened would be this output of the C libraries
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-        raw = (Droppable if name in names else io.FileIO)(number, "w", closefd=False)
-        unbuffered = getattr(stream, "write_through", False)
-        new = io.TextIOWrapper(
-            raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[type-var]
-            encoding=getattr(stream, "encoding", "utf-8"),
-            errors="backslashreplace",
-            line_buffering=getattr(stream, "line_buffering", True),
-            write_through=unbuffered,
-        )
-        redirect(new).__enter__()  # until the process ends
+    sys.stdout = _rewritten(sys.stdout, 1, "stdout" in names)
+    sys.stderr = _rewritten(sys.stderr, 2, "stderr" in names)
+
+
+def _rewritten(stream: TextIO | None, number: int, drops: bool) -> TextIO:
+    """Return a stream like `stream`, which is None if it is closed. number: its file descriptor."""
+    if stream is None:  # the next file that is opened would be this output of the C libraries
+        os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    raw = (Droppable if drops else io.FileIO)(number, "w", closefd=False)
+    unbuffered = getattr(stream, "write_through", False)
+    return io.TextIOWrapper(
+        raw if unbuffered else io.BufferedWriter(raw),  # type: ignore[type-var]
+        encoding=getattr(stream, "encoding", "utf-8"),
+        errors="backslashreplace",
+        line_buffering=getattr(stream, "line_buffering", True),
+        write_through=unbuffered,
+    )

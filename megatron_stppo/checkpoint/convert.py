@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_stppo.base.files import check_absent
+from megatron_stppo.base.files import make_scratch, scratch_of
 from megatron_stppo.checkpoint import loading as checkpoints
 from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.cluster.launch import process
@@ -72,10 +72,9 @@ def export_hf(
     into place when it is complete. Raises ConfigError on all ranks if it exists or cannot be written, and
     ReshardError if rows were lost in the transfer.
     """
-    folder = Path(folder)
-    partial = folder.with_name(f".{folder.name}.partial")
+    folder, partial = Path(folder), scratch_of(Path(folder))
     dtype = next(iter(parameters.values())).dtype
-    on_first(group, lambda: _begin(folder, partial, Path(template), shape, dtype, head))
+    on_first(group, lambda: _begin(folder, Path(template), shape, dtype, head))
     shapes = hf_shapes(shape, head)
     files = by_file(shape, shapes, dtype, file_bytes)
     for name, keys in files.items():
@@ -110,12 +109,8 @@ def gather(
     return {key: tensor.cpu() for key, tensor in whole.items()}
 
 
-def _begin(
-    folder: Path, partial: Path, template: Path, shape: ModelShape, dtype: torch.dtype, head: Head
-) -> None:
-    check_absent("output", folder)
-    shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
-    partial.mkdir(parents=True)
+def _begin(folder: Path, template: Path, shape: ModelShape, dtype: torch.dtype, head: Head) -> None:
+    partial = make_scratch("output", folder)
     for path in sorted(template.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(WEIGHTS):
             shutil.copyfile(path, partial / path.name)

@@ -8,14 +8,13 @@ these weights and of their tokenizer.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megatron_stppo.base.files import check_absent
+from megatron_stppo.base.files import make_scratch
 from megatron_stppo.checkpoint import loading as checkpoints
 from megatron_stppo.checkpoint.convert import gather, on_first
 from megatron_stppo.cluster.launch import process
@@ -95,10 +94,7 @@ def adapter_config(lora: LoraConfig, base: Path, keys: Collection[str]) -> dict[
 def _write(
     folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor], recorded: dict[str, str]
 ) -> None:
-    check_absent("output", folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by an interrupted export
-    partial.mkdir(parents=True)
+    partial = make_scratch("output", folder)
     (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     named = {PREFIX + key: tensor for key, tensor in tensors.items()}
     write_tensors(named, partial / TENSORS, partial / SETTINGS, recorded)

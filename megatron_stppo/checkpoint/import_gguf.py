@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_stppo.base.files import check_absent
+from megatron_stppo.base.files import make_scratch
 from megatron_stppo.weights.gguf.header import Header
 from megatron_stppo.weights.gguf.tensors import Origin, decode, sources
 from megatron_stppo.weights.gguf.tokenizer import write_tokenizer
@@ -26,12 +26,9 @@ def import_gguf(file: Path, folder: Path, dtype: torch.dtype, shown: Shown = lis
     complete. Returns the model's shape. shown: what the names of the tensors pass through, a progress bar.
     Raises ConfigError for a file that is damaged or not supported, before any weight is decoded.
     """
-    check_absent("FOLDER", folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by an import that was killed
-    header = Header(file)
+    partial = make_scratch("FOLDER", folder)
     try:
-        partial.mkdir(parents=True)
+        header = Header(file)
         fields = header.config() | {"dtype": str(dtype).removeprefix("torch.")}
         (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         shape = read_shape(partial)

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_stppo.base.files import check_absent
+from megatron_stppo.base.files import make_scratch
 from megatron_stppo.config import ConfigError
 from megatron_stppo.weights.sharding.hf_files import in_files
 from megatron_stppo.weights.sharding.hf_names import ModelShape, families, hf_shapes, read_shape
@@ -34,9 +34,7 @@ def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
     complete. Returns the model's shape. shown: what the names of the tensors pass through, a progress bar.
     Raises ConfigError if `source` is no such model, or a tensor is missing or has another shape.
     """
-    check_absent("FOLDER", folder)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by an import that was killed
+    partial = make_scratch("FOLDER", folder)
     try:
         shape = _begin(source, partial)
         shapes, paths = hf_shapes(shape), {entry.key: entry.path for entry in in_files(source)}
@@ -75,7 +73,6 @@ def _begin(source: Path, partial: Path) -> ModelShape:
             f"{source}: model_type={fields.get('model_type')!r} with quant_method={method!r} is not "
             f"supported; give a folder of {' or '.join(published)} in mxfp4"
         )
-    partial.mkdir(parents=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and ".safetensors" not in path.name:
             shutil.copyfile(path, partial / path.name)

@@ -161,7 +161,8 @@ class _Training:
         Raises Abandoned if the run must leave: nothing is trained yet, and the next attempt evaluates again.
         """
         if self.held is None or (self.first and self.owed is None):
-            return
+            rank, owed = self.rollouts.learner.mesh.rank, self.owed is not None
+            return console.say(SKIPPED.format(self.first, "run.evaluate_every=0"), rank == 0 and owed)
         try:
             self.observer.log(self.first, (self.owed or {}) | self._evaluate(self.first, self.owed))
         except Abandoned as reason:

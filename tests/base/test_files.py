@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from megatron_stppo.base.files import replace_folder, replacing, unused
+from megatron_stppo.base.errors import ConfigError
+from megatron_stppo.base.files import make_scratch, replace_folder, replacing, scratch_of, unused
 
 
 def test_the_old_file_is_there_until_the_block_ends(tmp_path: Path) -> None:
@@ -57,3 +59,18 @@ def test_an_output_gets_a_name_that_nothing_has(tmp_path: Path) -> None:
     for name in ("out", "out-2", "out-3"):
         assert unused(tmp_path / "out").name == name
         (tmp_path / name).mkdir()
+
+
+def test_a_process_makes_a_folder_in_its_own_scratch_folder_and_removes_those_of_killed_ones(
+    tmp_path: Path,
+) -> None:
+    name = scratch_of(tmp_path / "out").name
+    running, killed = (name.replace(str(os.getpid()), number) for number in ("1", str(2**22 + 1)))
+    for folder in (running, killed, name):
+        (tmp_path / folder / "files").mkdir(parents=True)
+    made = make_scratch("output", tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {running, made.name} == {running, name}
+    assert not list(made.iterdir())
+    made.rename(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"^output=.*/out: already exists; name a new folder"):
+        make_scratch("output", tmp_path / "out")

@@ -109,6 +109,10 @@ def test_the_job_ends_after_two_attempts_without_a_newer_checkpoint(tmp_path: Pa
     assert attempts(tmp_path) == ["4711.0", "4711.1", "4711.2"]
 
 
+def test_attempts_that_ask_to_be_continued_before_the_first_checkpoint_are_requeued(tmp_path: Path) -> None:
+    assert run(tmp_path, "85 0", "85 0", "85 0", "0 6")[0] == 0
+
+
 def test_a_damaged_latest_does_not_hide_published_steps(tmp_path: Path) -> None:
     checkpoints = tmp_path / "job" / "checkpoints"
     for name in ("step_3", "step_12", "step_15.tmp-0"):

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_stppo.base.files import replace_folder
 from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
@@ -91,8 +90,8 @@ def finish(
 
 
 def publish(partial: Path, folder: Path) -> None:
-    """Rename a complete folder into place, after its files are on the disk."""
+    """Rename a complete folder into place, after its files are on the disk. Raises OSError if it is taken."""
     for path in filter(Path.is_file, partial.rglob("*")):
         with path.open("rb") as file:
             os.fsync(file.fileno())  # a rename may reach the disk before the data it names
-    replace_folder(partial, folder)
+    partial.rename(folder)
