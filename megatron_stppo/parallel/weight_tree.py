@@ -55,6 +55,7 @@ class WeightTree:
     nodes: dict[str, Node] = field(default_factory=dict)
     version: int = -1  # that is sent
     seconds: float = 0.0  # from the beginning of the last version until all had it
+    stopped: bool = False  # no transfer begins any more
     _routes: dict[tuple[str, str], str] = field(default_factory=dict)  # by (source, target)
     _hops: dict[str, Hop] = field(default_factory=dict)  # whose target has not got the weights yet
     _made: int = 0
@@ -78,14 +79,15 @@ class WeightTree:
 
     @property
     def is_moving(self) -> bool:
-        return bool(self._hops)
+        """Whether a replica is in a transfer."""
+        return any(node.route for node in self.nodes.values())
 
     def first(self, tensor: int = 0) -> Hop | None:
         """Return the transfer that the trainer must begin, if no replica has the version, or is getting it.
 
         tensor: only to a replica of as many ranks to which the trainer has sent weights before; 0: to any.
         """
-        if not self.is_stuck:
+        if self.stopped or not self.is_stuck:
             return None
         linked = self._linked(tensor)
         able = [name for name, node in self.nodes.items() if self._waits(node)]
@@ -112,7 +114,7 @@ class WeightTree:
 
     def hops(self) -> Iterator[Hop]:
         """Yield the transfers between replicas that begin now."""
-        while (pair := self._next()) is not None:
+        while not self.stopped and (pair := self._next()) is not None:
             yield self._start(*pair)
 
     def ended(self, route: str, name: str, failed: bool = False) -> list[str]:

@@ -107,7 +107,12 @@ def train(folder: Path, replicas: int, versions: int) -> list[dict[str, float]]:
             numbers = hub.numbers()
             row |= {"all": numbers["update_seconds"], "lost": numbers["lost"], "serve": numbers["replicas"]}
         rows.append(row)
+    set_version(learner, versions + 1)
+    served.publish(versions + 1)  # the run ends while it is sent
+    while hub is not None and not hub._crew.tree.is_moving:
+        time.sleep(0.001)
     served.close()
+    assert hub is None or hub.numbers()["lost"] == rows[-1]["lost"]
     return rows[1:]
 
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from megatron_stppo.base.errors import EngineLost, ToolsStayAway
-from megatron_stppo.replicas.wire.messages import Announce, Give, Moved, Play, Ready, Receive, ReplicaEnds
+from megatron_stppo.replicas.wire.messages import (
+    Announce,
+    Give,
+    Moved,
+    Play,
+    Ready,
+    Receive,
+    ReplicaEnds,
+    Stop,
+)
 from tests.replicas.hubs import hello, played, trainer, until
 
 
@@ -210,6 +221,34 @@ def test_a_replica_that_was_joining_when_a_version_was_announced_hears_of_it() -
         t.hub.announce(1)
         b.dialer.send(Moved(message.route.name, 0))
         assert b.next(Announce) == Announce(1)
+
+
+@pytest.mark.parametrize("sender", ["the trainer", "a replica"])
+def test_a_run_that_ends_waits_for_transfers_in_progress_and_begins_no_others(sender: str) -> None:
+    with trainer() as (t, connect):
+        a, b = connect(), connect()
+        t.join(a, "a")
+        t.join(b, "b")
+        t.hub.announce(1, apart=True)
+        a.dialer.send(Ready(1))
+        message = t.hub.next_to_send(30.0, 1)
+        assert a.next(Receive) == message
+        if sender == "a replica":
+            a.dialer.send(Moved(message.route.name, 1))
+            b.dialer.send(Ready(1))
+            message = b.next(Receive)
+        ends = threading.Thread(target=t.hub.end_transfers)
+        ends.start()
+        ends.join(0.5)
+        assert ends.is_alive()
+        for replica in (a,) if sender == "the trainer" else (b, a):
+            replica.dialer.send(Moved(message.route.name, 1))
+        ends.join(30)
+        assert not ends.is_alive() and t.hub.next_to_send(30.0, 1) is False
+        b.dialer.send(Ready(1))
+        t.hub.close("the run has ended")
+        kinds = {type(message) for message in b.dialer.take(5.0)} - {Announce}
+        assert kinds == {Stop} and t.crew.lost == 0
 
 
 def test_an_error_of_the_thread_that_sends_is_raised_by_the_next_wait() -> None:

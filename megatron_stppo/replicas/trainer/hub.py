@@ -202,7 +202,7 @@ class Hub:
         ends = time.monotonic() + patience
         with self._changed:
             tree = self._crew.tree
-            while not self._ended and self._crew.trouble is None:
+            while not tree.stopped and self._crew.trouble is None:
                 if hop := tree.first(tensor):
                     return self._crew.receive(hop)
                 if not tree.can_be_first(tensor):
@@ -238,10 +238,20 @@ class Hub:
             tree = {"update_seconds": self._crew.tree.seconds}
             return self._crew.numbers() | self.ledger.bias() | tree
 
+    def end_transfers(self) -> None:
+        """Begin no transfer of weights any more, and wait for those in progress, in which a replica that ends
+        is lost to the other end. If the run was asked to end, wait for at most LEAVING seconds."""
+        ends = time.monotonic() + (LEAVING if self._why_end() else math.inf)
+        with self._changed:
+            self._crew.tree.stopped = True
+            while self._crew.tree.is_moving and self._thread.is_alive() and time.monotonic() < ends:
+                self._changed.wait(TICK)
+
     def close(self, reason: str) -> None:
         """End all replicas, and the thread."""
         crew = self._crew
         with self._changed:
+            crew.tree.stopped = True
             for member in crew.members.values():
                 crew.listener.send(member.peer, Stop(reason))
             asked = {member.hello.name for member in crew.members.values()}

@@ -193,9 +193,13 @@ class Served:
 
     def close(self) -> None:
         if self._hub is not None:
-            self._hub.close("the run has ended")
-            keys.remove(self.learner.config.run.folder)
-        self._sender.join()
+            self._hub.end_transfers()
+        try:
+            self._sender.join()
+        finally:
+            if self._hub is not None:
+                self._hub.close("the run has ended")
+                keys.remove(self.learner.config.run.folder)
         self._sender.close()
         process.stop()
 
