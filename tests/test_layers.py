@@ -37,8 +37,7 @@ LAYER = {unit: number for number, row in enumerate(LAYERS) for unit in row}
 # These replace functions of torch, megatron or vLLM on a CPU, which offer no argument for it.
 PLATFORM = {
     "parallel/cpu_platform.py",
-    "rollout/vllm/cpu_layers.py",
-    "rollout/vllm/cpu_worker.py",
+    "rollout/vllm/cpu.py",
     "families/qwen3_next/cpu_engine.py",
 }
 # Streams of this process that print, for which Python has these names.

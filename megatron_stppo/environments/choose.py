@@ -20,7 +20,8 @@ BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = 
     reasoning_gym.KIND: reasoning_gym.factory,
     bfcl.KIND: bfcl.factory,
 }
-OWN_ROWS = (reasoning_gym.KIND, bfcl.KIND)  # environments whose tasks their `task_rows` writes
+# environments that play only rows of their own, and what writes these
+OWN_ROWS = {reasoning_gym.KIND: reasoning_gym.WRITER, bfcl.KIND: bfcl.WRITER}
 REMEDY = f"give {', '.join(BUILT_IN)}, {AGENT}, or MODULE:FACTORY, {FOUND}"
 
 

@@ -24,7 +24,7 @@ from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.answers import MAX_ACTION, MAX_ANSWER, inside_last
 from megatron_stppo.environments.base import StepResult
 
-KIND = "reasoning_gym"
+KIND, WRITER = "reasoning_gym", "environments.reasoning_gym.task_rows"
 INSTRUCTION = "\nThink step by step, then write <answer>your answer</answer>."
 RETRY = "\n\nThat answer is wrong. Try again.\n\n"
 CORRECTION = "\n\nThat has no answer. Write <answer>your answer</answer>, then stop.\n\n"
@@ -101,7 +101,7 @@ class ReasoningGymEnvironment:
         if not isinstance(given, dict) or not {"dataset", "metadata"} <= given.keys():
             raise ConfigError(
                 f"{task.data_source} row {task.index}: extra_info.{KIND} is missing; write the data with "
-                "environments.reasoning_gym.task_rows"
+                f"{WRITER}"
             )
         self._score = self._scorer(str(given["dataset"]))
         self._entry = {"answer": task.targets[0], "metadata": given["metadata"]}
@@ -177,5 +177,5 @@ def _check(package: ModuleType, dataset: str, field: str) -> None:
     if not _is_accepted(package, dataset):
         raise ConfigError(
             f"{field}={dataset}: its scorer may evaluate the model's text; choose from "
-            f"{', '.join(sorted(name for name in known if _is_accepted(package, name)))}"
+            f"{', '.join(accepted())}"
         )

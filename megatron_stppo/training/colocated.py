@@ -29,8 +29,7 @@ from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings, c
 from megatron_stppo.rollout.episodes.failures import FailureLimit
 from megatron_stppo.rollout.episodes.playable import playable
 from megatron_stppo.rollout.vllm.engine import Engine
-from megatron_stppo.rollout.vllm.generation import EngineFailure
-from megatron_stppo.rollout.vllm.restart import Restarts
+from megatron_stppo.rollout.vllm.generation import EngineFailure, Restarts
 from megatron_stppo.rollout.vllm.vllm_setup import EngineSettings
 from megatron_stppo.training.resampling import resampled
 from megatron_stppo.training.rollouts import rollout_settings, seed_of

@@ -7,6 +7,7 @@ import copy
 import decimal
 import json
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -26,16 +27,17 @@ from megatron_stppo.environments.base import StepResult
 from tests.training.loop import small_run
 
 pytest.importorskip("bfcl_eval", reason="needs megatron-stppo[bfcl]")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "bfcl"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "bfcl" / "make_data.py"
 SECTION = EnvironmentConfig(kind="bfcl", max_turns=100)
 DENSE = SECTION.model_copy(update={"turn_rewards": True})
 Row = dict[str, Any]
+task_rows = runpy.run_path(str(EXAMPLE))["task_rows"]
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
     """All 800 rows, by the benchmark's names."""
-    both = [row for split in ("train", "evaluate") for row in bfcl.task_rows(split)]
+    both = [row for split in ("train", "evaluate") for row in task_rows(split)]
     return {row["reward_model"]["ground_truth"]: row for row in both}
 
 
@@ -323,10 +325,10 @@ def test_arguments_of_the_data_are_not_changed_by_an_episode(rows: dict[str, Row
 
 
 def test_a_scenario_is_in_one_split_with_all_its_variants(rows: dict[str, Row]) -> None:
-    held_out = Counter(row["extra_info"]["index"] % 200 for row in bfcl.task_rows("evaluate"))
+    held_out = Counter(row["extra_info"]["index"] % 200 for row in task_rows("evaluate"))
     assert set(held_out.values()) == {4} and len(held_out) == 40
     assert Counter(scenario // 50 for scenario in held_out) == {0: 10, 1: 10, 2: 10, 3: 10}
-    train = {row["extra_info"]["index"] % 200 for row in bfcl.task_rows("train")}
+    train = {row["extra_info"]["index"] % 200 for row in task_rows("train")}
     assert train == set(range(200)) - set(held_out)
     assert sorted(row["extra_info"]["index"] for row in rows.values()) == list(range(800))
 
@@ -344,7 +346,7 @@ def test_without_the_package_one_line_has_the_command(monkeypatch: pytest.Monkey
 
 
 def test_the_example_writes_its_data(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLE / "make_data.py"), str(tmp_path)]
+    command = [sys.executable, str(EXAMPLE), str(tmp_path)]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.count("\n") == 2
     assert len(tasks.read(tmp_path / "train.jsonl")) == 640
     assert len(tasks.read(tmp_path / "evaluate.jsonl")) == 160

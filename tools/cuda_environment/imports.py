@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from tools.cuda_environment import stand_ins
 
-CPU_ONLY = ("megatron_stppo.rollout.vllm.cpu_layers", "megatron_stppo.rollout.vllm.cpu_worker")
+CPU_ONLY = "megatron_stppo.rollout.vllm.cpu"
 # need packages that are installed in environments of their own
 OTHERS = ("megatron_stppo.agents.packages.openenv", "megatron_stppo.agents.packages.verifiers")
 STAND_IN = "vllm.v1.worker.cpu.shm"  # replaces functions of torch while it is imported
@@ -47,7 +47,7 @@ def package() -> str:
     import megatron_stppo
 
     names = [found.name for found in pkgutil.walk_packages(megatron_stppo.__path__, "megatron_stppo.")]
-    names = [name for name in names if name not in (*CPU_ONLY, *OTHERS) and not name.endswith("__main__")]
+    names = [name for name in names if name not in (CPU_ONLY, *OTHERS) and not name.endswith("__main__")]
     failed = {}
     for name in names:
         try:

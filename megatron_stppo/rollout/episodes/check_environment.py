@@ -104,9 +104,8 @@ def _found(
     try:
         if not tasks and tasks is not None and section.kind in choose.OWN_ROWS:
             raise ConfigError(
-                f"environment.kind={section.kind}: plays only rows that "
-                f"environments.{section.kind}.task_rows has written; give a CONFIG.yaml with "
-                "such a data.train"
+                f"environment.kind={section.kind}: plays only rows that {choose.OWN_ROWS[section.kind]} has "
+                "written; give a CONFIG.yaml with such a data.train"
             )
         choose.check(section)
         player = _Player(section, choose.factory(section), found)

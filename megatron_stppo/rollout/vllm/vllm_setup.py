@@ -43,7 +43,6 @@ from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-from megatron_stppo.rollout.vllm import cpu_cache  # noqa: E402
 from megatron_stppo.rollout.vllm.engine_adapters import lora_arguments  # noqa: E402
 from megatron_stppo.weights.sharding.hf_load import load_generation  # noqa: E402
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape  # noqa: E402
@@ -53,11 +52,12 @@ from megatron_stppo.weights.sharding.spans import STACKS  # noqa: E402
 if current_platform.is_cpu():  # vLLM's CPU worker replaces functions of torch.cuda while it is imported
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from megatron_stppo.rollout.vllm import cpu_layers
-    from megatron_stppo.rollout.vllm.cpu_worker import ROUTES, TOKEN
-
+    from megatron_stppo.rollout.vllm import cpu
 
 GPU_WORKER = "megatron_stppo.rollout.vllm.gpu_worker."
+GIB = 2**30
+# files that hold the memory limit of a container (cgroup v2, v1)
+LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,10 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
             )
         _check_on_cpu(read_shape(given.model_path), given.tensor)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        cache = given.max_context, given.bytes_per_token, ranks, cpu_cache.machine_memory()
-        cpu_cache.check(given.kv_cache_gib, *cache)
+        check_cpu_cache(given.kv_cache_gib, given.max_context, given.bytes_per_token, ranks, machine_memory())
         # Writing into a parameter takes effect in the plain layout only. It stays for later engines.
-        cpu_layers.plain_linears()
-        cpu_layers.one_adapter()
+        cpu.plain_linears()
+        cpu.one_adapter()
     else:
         wait_for_memory(given.gpu_memory_utilization)
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
@@ -283,7 +282,7 @@ def _check_on_cpu(shape: ModelShape, tensor: int) -> None:
         )
     try:  # vLLM 0.26 does not have what these replace, and other models do not need it
         if shape.experts:
-            cpu_layers.plain_experts()
+            cpu.plain_experts()
         engine = importlib.import_module(shape.cpu_engine) if shape.cpu_engine else None
     except (AttributeError, ImportError):
         raise ConfigError(
@@ -296,6 +295,33 @@ def _check_on_cpu(shape: ModelShape, tensor: int) -> None:
         raise ConfigError(
             f"model.path: {reason} cannot be served on a CPU; choose a model with multiples of 32 on a rank"
         )
+
+
+def check_cpu_cache(gib: float, max_context: int, bytes_per_token: int, ranks: int, memory: int) -> None:
+    """Raise ConfigError unless a cache of `gib` GiB per rank holds one trajectory and fits in memory.
+
+    `ranks` processes share this machine's `memory`, in bytes. A trajectory has up to `max_context` tokens.
+    """
+    least, most = max_context * bytes_per_token / GIB, memory / GIB / ranks
+    if gib > most:
+        raise ConfigError(
+            f"rollout.kv_cache_gib={gib:g}: {ranks} ranks share {memory / GIB:.1f} GiB of memory, which "
+            f"must also hold weights and optimizer; choose at most {most / 2:.2g}"
+        )
+    if gib < least:
+        raise ConfigError(
+            f"rollout.kv_cache_gib={gib:g}: one trajectory of {max_context} tokens takes {least:.2g} GiB; "
+            "choose more, or lower rollout.max_context"
+        )
+
+
+def machine_memory() -> int:
+    """Return the memory of this machine, or the limit of this container if it is lower, in bytes."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in filter(Path.is_file, map(Path, LIMITS)):
+        text = path.read_text(encoding="utf-8").strip()
+        limits += [int(text)] if text.isdigit() else []
+    return min(limits)
 
 
 def attention_backend(choices: tuple[str, str]) -> str:
@@ -318,7 +344,7 @@ def _platform_arguments(kv_cache_gib: float, token: str, routes: bool) -> dict[s
         "enforce_eager": True,
         # For a prompt prefilled in two chunks vLLM rewinds the request's random generator; only CUDA's can.
         "enable_chunked_prefill": False,
-        "kv_cache_memory_bytes": int(kv_cache_gib * 2**30),
-        "worker_cls": "megatron_stppo.rollout.vllm.cpu_worker.NamedCPUWorker",
-        "additional_config": {TOKEN: token, ROUTES: routes},
+        "kv_cache_memory_bytes": int(kv_cache_gib * GIB),
+        "worker_cls": "megatron_stppo.rollout.vllm.cpu.NamedCPUWorker",
+        "additional_config": {cpu.TOKEN: token, cpu.ROUTES: routes},
     }

@@ -175,13 +175,19 @@ def test_given_turns_are_played_in_one_episode_and_shown(check: Check) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["bfcl", "reasoning_gym"])
-def test_an_environment_with_rows_of_its_own_needs_them(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "writer"),
+    [
+        ("bfcl", "examples/bfcl/make_data.py"),
+        ("reasoning_gym", "environments.reasoning_gym.task_rows"),
+    ],
+)
+def test_an_environment_with_rows_of_its_own_needs_them(kind: str, writer: str) -> None:
     section = EnvironmentConfig(kind=kind)
     for found in (check_environment.check(section), check_environment.play(section, (), ["a"], print)):
         assert found.problems == [
-            f"environment.kind={kind}: plays only rows that environments.{kind}.task_rows has written; give "
-            "a CONFIG.yaml with such a data.train"
+            f"environment.kind={kind}: plays only rows that {writer} has written; give a CONFIG.yaml with "
+            "such a data.train"
         ]
 
 

@@ -46,7 +46,7 @@ vllm.platforms._current_platform = Platform()
 import megatron_stppo.rollout.episodes, megatron_stppo.rollout.vllm
 for package in (megatron_stppo.rollout.episodes, megatron_stppo.rollout.vllm):
     for found in pkgutil.iter_modules(package.__path__):
-        if found.name not in ("cpu_worker", "cpu_layers"):  # imported on a CPU only, by vllm_setup
+        if found.name != "cpu":  # imported on a CPU only, by vllm_setup
             importlib.import_module(f"{package.__name__}.{found.name}")
 replaced = [str(b) for a, b in zip(before, functions()) if a is not b]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments.base import Environment
-from megatron_stppo.rollout.vllm.restart import Restarts
+from megatron_stppo.rollout.vllm.generation import Restarts
 from tests.rollout.episodes.failing import fail_in_step
 from tests.training.loop import searching
 

@@ -1,4 +1,4 @@
-"""vLLM's layers on a CPU, computed directly from the engine's parameters.
+"""vLLM on a CPU: its layers, computed directly from the engine's parameters, and its worker.
 
 When vLLM loads a model, it copies linear weights into a layout for oneDNN, and experts' weights into one for
 its own kernel. A reshard that writes into the parameters would then not change the result. Its LoRA copies A
@@ -7,6 +7,15 @@ rows and rank 32. Here all tokens have one adapter.
 
 The functions set private switches and replace private methods of vLLM for all engines of this process. They
 may be called more than once, and are tested with the versions of TESTED_ENGINES.
+
+vLLM derives the name of its CPU all-reduce buffers from the rendezvous address. Under an external launcher
+this address is always "env://", so two runs on one host would open each other's buffers; so would a run and
+the buffers left by a killed run. The engine therefore passes a token that is the same on all its ranks, and
+the token becomes part of the name.
+
+vLLM binds the memory of its process to one NUMA node, and warns of it. In this process are the trainer's
+models too, for which one node may be too small, and its threads are not bound either
+(VLLM_CPU_OMP_THREADS_BIND=nobind). vLLM imports this module by name (`worker_cls`).
 """
 
 from __future__ import annotations
@@ -20,8 +29,12 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from megatron_stppo.ops.clamped_swiglu import clamped_swiglu
+from megatron_stppo.rollout.vllm.engine_routes import EngineRoutes
+
+TOKEN, ROUTES = "shared_memory_token", "routes"
 
 
 def plain_linears() -> None:
@@ -109,3 +122,27 @@ def _lora(
         return
     for part, one_a, one_b in zip(y.split(slices, dim=-1), a, b, strict=True):
         part += (x @ one_a[0, 0].t()) @ one_b[0, 0].t() * scale
+
+
+class NamedCPUWorker(CPUWorker):
+    """A worker with a shared-memory name of its engine's own, and without memory binding."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        bind = torch.ops._C.init_cpu_memory_env
+        setattr(torch.ops._C, "init_cpu_memory_env", lambda nodes: None)  # noqa: B010
+        try:
+            super().__init__(*given, **named)
+        finally:
+            setattr(torch.ops._C, "init_cpu_memory_env", bind)  # noqa: B010
+        self._given: Any = self.vllm_config.additional_config
+
+    def init_device(self) -> None:
+        # vLLM uses the text after the last ":" as the name. The default process group already exists, so
+        # nothing connects to this address.
+        self.distributed_init_method = f"env://:{self._given[TOKEN]}"
+        super().init_device()
+
+    def compile_or_warm_up_model(self) -> Any:
+        if self._given[ROUTES]:
+            self.routes = EngineRoutes(self)
+        return super().compile_or_warm_up_model()
