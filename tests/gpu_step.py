@@ -33,14 +33,14 @@ def waits(
     import torch
 
     from megatron_stppo.config import Config
+    from megatron_stppo.data import division
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.data.validity import columns
-    from megatron_stppo.model import pipeline
     from megatron_stppo.plan.substitutes import route_evenly
     from megatron_stppo.plan.work import standing_at, trajectory
     from megatron_stppo.training import stages
     from megatron_stppo.training.advantage import estimate
-    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.stages import divided, score, update
     from megatron_stppo.weights.sharding.hf_names import read_shape
     from tests.stand_in_gpu import StandInGpu
 
@@ -81,8 +81,8 @@ def waits(
         batch = to_batch(played)
         _check_microbatches(learner, batch)
         group_N = torch.arange(trajectories)
-        packs = stack.enter_context(mock.patch.object(pipeline, "pack", wraps=pipeline.pack))
-        batch = stage("score", lambda: score(learner, batch, 0))
+        packs = stack.enter_context(mock.patch.object(division, "pack", wraps=division.pack))
+        batch = stage("score", lambda: score(learner, divided(learner, batch, 0)))
         assert packs.call_count == 1  # for the three models, and for the update
         batch = stage("advantage", lambda: estimate(batch, config.algorithm, group_N))
         assert not any(column.is_cuda for column in columns(batch).values())
@@ -125,7 +125,7 @@ def _learner(config: Any, shape: Any, mesh: Any) -> Any:
     from megatron_stppo.model.learner import Learner
     from megatron_stppo.model.offload import Offloader
     from megatron_stppo.model.optimizer import Trainer
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import packer_of
 
     def trainer(role: Any, settings: Any) -> Trainer:
         chunks = build.build(role, shape, config, mesh, torch.bfloat16)
@@ -134,7 +134,7 @@ def _learner(config: Any, shape: Any, mesh: Any) -> Any:
     actor = trainer("actor", config.update.actor)
     critic = trainer("critic", config.update.critic)
     trainers = {"actor": actor, "critic": critic}
-    packer = Packer.of(config, shape, mesh)
+    packer = packer_of(config, shape, mesh)
     reference = build.build("reference", shape, config, mesh, torch.bfloat16)
     offloader = Offloader(trainers, reference, "none")
     return Learner(config, mesh, shape, actor.chunks, actor, critic, reference, packer, offloader)
@@ -142,7 +142,7 @@ def _learner(config: Any, shape: Any, mesh: Any) -> Any:
 
 def _check_microbatches(learner: Any, batch: Any) -> None:
     on_gpu = {"tokens_P", "position_P", "sequence_offsets", "hidden_index_T", "target_T"}
-    for microbatch in learner.packer.pack(batch, range(len(batch.live_N))):
+    for microbatch in learner.packer.pack(batch, learner.packer.whole(batch)):
         given = vars(microbatch).items()
         assert {name for name, x in given if getattr(x, "is_cuda", False)} == on_gpu
 

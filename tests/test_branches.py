@@ -17,6 +17,7 @@ from megatron_stppo.algorithm.baselines import group_relative
 from megatron_stppo.base.errors import TooManyFailures
 from megatron_stppo.base.types import Batch, Branch, Outcome, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data.division import minibatches
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.environments.base import Request, StepResult
 from megatron_stppo.observe.describe import describe_rollouts
@@ -29,7 +30,6 @@ from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.failures import FailureLimit
 from megatron_stppo.rollout.vllm.generation import Finished
 from megatron_stppo.training.advantage import estimate
-from megatron_stppo.training.update.minibatches import minibatches
 
 TASK = Task("t", (), ("a",), "train", 4)
 

@@ -12,8 +12,8 @@ Conventions
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 if TYPE_CHECKING:  # an environment and a script need the records without tensors, and not the import of torch
     import torch
@@ -243,6 +243,22 @@ class Summary:
 
 
 @dataclass(frozen=True)
+class Minibatch:
+    """The trajectories of an optimizer step, and those of them that each data-parallel rank trains on.
+
+    Example: Minibatch((2, 0, 1), ((2,), (0, 1))) of two ranks.
+    """
+
+    chosen: tuple[int, ...]
+    parts: tuple[tuple[int, ...], ...]  # of each data-parallel rank
+
+    def first(self, most: int) -> Minibatch:
+        """Return a minibatch of the first `most` trajectories of each rank."""
+        parts = tuple(part[:most] for part in self.parts)
+        return Minibatch(tuple(n for part in parts for n in part), parts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """Trajectories packed end to end, without padding. All tensors are on one device.
 
@@ -292,6 +308,21 @@ class Batch:
     def live_T(self) -> torch.Tensor:
         """Mask of the action tokens that carry loss, bool [T]."""
         return self.live_N.repeat_interleave(self.action_offsets.diff())
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divided(Batch):
+    """A batch, and the minibatches of each epoch of its update. All of them contain every trajectory once."""
+
+    epochs: tuple[tuple[Minibatch, ...], ...]
+
+    @classmethod
+    def of(cls, batch: Batch, **more: Any) -> Self:
+        """Return the record with the columns of `batch`, and more."""
+        return cls(**{field.name: getattr(batch, field.name) for field in fields(Batch)} | more)
 
 
 def _check_versions(versions: Versions, tokens: int) -> None:

@@ -89,8 +89,8 @@ def _recorded(config: Config, folder: Path) -> RecordedBatch:
     """Return the trajectories of a run, as the first epoch of the planned run divides them.
 
     Raises ConfigError."""
+    from megatron_stppo.data.division import minibatches
     from megatron_stppo.plan.sharing import RecordedBatch, newest_batch
-    from megatron_stppo.training.update.minibatches import minibatches
 
     rollout, count = config.rollout, config.update.minibatches
     batch, episodes = newest_batch(folder, rollout.tasks_per_iteration * rollout.samples_per_task)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch, Summary, Trajectory
+from megatron_stppo.base.types import Batch, BatchT, Summary, Trajectory
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.packing import holding, rollout_logprobs, rows_of, token_ids, without_tokens
 from megatron_stppo.data.routes import joined
@@ -62,7 +62,7 @@ class Played:
         logprob_T = torch.from_numpy(np.frombuffer(bytearray(every), dtype=np.float32))
         return without_tokens(self.every, logprob_T)
 
-    def delivered(self, batch: Batch, wanted: Sequence[Sequence[int]]) -> Batch:
+    def delivered(self, batch: BatchT, wanted: Sequence[Sequence[int]]) -> BatchT:
         """Return the batch with the tokens of the trajectories wanted[rank]. Collective.
 
         wanted: the trajectories of every rank, in ascending order; equal on every rank.

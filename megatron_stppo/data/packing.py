@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import FAILED, Batch, Summary, Trajectory, TurnSummary
+from megatron_stppo.base.types import FAILED, Batch, BatchT, Summary, Trajectory, TurnSummary
 from megatron_stppo.data import context
 from megatron_stppo.data.prefixes import Segments, Tree
 from megatron_stppo.data.routes import unknown
@@ -142,7 +142,7 @@ def without_tokens(summaries: Sequence[Summary], rollout_logprob_T: Tensor) -> B
     )
 
 
-def holding(batch: Batch, held: Sequence[int], tokens_P: Tensor) -> Batch:
+def holding(batch: BatchT, held: Sequence[int], tokens_P: Tensor) -> BatchT:
     """Return the batch with the tokens of the trajectories `held`, which ascend, one after another."""
     index = torch.tensor(held, dtype=torch.int64)
     offsets = _offsets(batch.sequence_offsets.diff()[index])

@@ -9,9 +9,7 @@ neighbours between them that have the fewest.
 
 from __future__ import annotations
 
-import heapq
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -179,66 +177,3 @@ def route_marks(routes_P: Tensor, stage: int) -> Tensor:
     flat_P, generator = routes_P.flatten(1), torch.Generator().manual_seed(stage)
     factors = torch.randint(-(2**63), 2**63 - 1, (flat_P.shape[1],), generator=generator)
     return torch.cat([part.long() @ factors for part in flat_P.split(4096)])  # sums wrap around
-
-
-def prompts_of(batch: Batch, index: Tensor) -> tuple[list[int], list[int]]:
-    """Return (tokens of the prompt, a number that is equal for equal prompts) of the trajectories at `index`.
-
-    Without a turn the prompt counts 0 tokens. Needs Batch.state_S.
-    """
-    assert batch.state_S is not None
-    acts, padded = batch.action_offsets.diff()[index] > 0, torch.nn.functional.pad
-    first_T = padded(batch.action_index_T, (0, 1))[batch.action_offsets[index]]
-    tokens = (first_T - batch.sequence_offsets[index]).where(acts, 0)
-    first_S = torch.searchsorted(batch.turn_to_sequence_S, index)
-    return tokens.tolist(), padded(batch.state_S, (0, 1))[first_S].where(acts, -index).tolist()
-
-
-def partition(
-    costs: Sequence[float],
-    ranks: int,
-    groups: Sequence[int] | None = None,
-    saved: Sequence[float] | None = None,
-) -> list[list[int]]:
-    """Distribute the indices of `costs` over ranks. Deterministic.
-
-    Indices are assigned in the order of falling cost, each to the rank with the lowest sum so far.
-    groups: equal numbers for indices of which only the first on a rank has its whole cost; each of the others
-    saves saved[i]. Groups are kept together, or cut into parts, as the largest cost of a rank is
-    lowest; a rank is empty only if there are fewer indices than ranks.
-
-    Example: partition([5, 1, 4, 2], 2) returns [[0, 1], [2, 3]], with a sum of 6 each. With the groups 0, 1,
-    0 and 1 and 4 saved by each, [5, 4, 5, 4] give [[0, 2], [1, 3]], with costs of 5 + 1 and 4 + 0.
-    """
-    members: dict[int, list[int]] = {}
-    for index, group in enumerate(range(len(costs)) if groups is None else groups):
-        members.setdefault(group, []).append(index)
-
-    def cost_of(indices: Iterable[int]) -> float:
-        of, found = dict[int, list[float]](), 0.0
-        for i in indices:
-            found += costs[i]
-            of.setdefault(i if groups is None else groups[i], []).append(0.0 if saved is None else saved[i])
-        return found - sum(sum(each) - max(each) for each in of.values())
-
-    best, least, parts = list[list[int]](), (True, math.inf), 1
-    while parts < 2 * max(map(len, members.values()), default=1):
-        cut = (
-            m[len(m) * n // parts : len(m) * (n + 1) // parts] for m in members.values() for n in range(parts)
-        )
-        dealt = _dealt([unit for unit in cut if unit], cost_of, ranks)
-        found = (not all(dealt), max(map(cost_of, dealt)))  # a rank without a trajectory is worst
-        best, least = (dealt, found) if not best or found < least else (best, least)
-        parts *= 2
-    return best
-
-
-def _dealt(units: Sequence[list[int]], cost_of: Callable[[list[int]], float], ranks: int) -> list[list[int]]:
-    found = [(cost_of(unit), unit) for unit in units]
-    heap = [(0.0, 0, rank) for rank in range(ranks)]  # sum of costs, number of units, rank
-    out: list[list[int]] = [[] for _ in range(ranks)]
-    for cost, unit in sorted(found, key=lambda one: (-one[0], one[1])):
-        total, count, rank = heap[0]
-        out[rank] += unit
-        heapq.heapreplace(heap, (total + cost, count + 1, rank))
-    return [sorted(part) for part in out]

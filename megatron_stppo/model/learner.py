@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.division import Packer
 from megatron_stppo.model import build
 from megatron_stppo.model.offload import Offloader, Phase
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer
+from megatron_stppo.model.pipeline import packer_of
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.token_model import TokenModel, frozen
 from megatron_stppo.parallel.groups import MeshRank
@@ -116,7 +117,7 @@ def build_learner(
         reference = build.from_hf("reference", _reference_shape(config, shape), of, mesh, dtype, shared)
     trainers = {role: t for role, t in (("actor", actor), ("critic", critic)) if t is not None}
     offloader = Offloader(trainers, reference, config.update.offload, partial(frozen, trunk or ()))
-    packer = Packer.of(config, shape, mesh)
+    packer = packer_of(config, shape, mesh)
     learner = Learner(config, mesh, shape, policy, actor, critic, reference, packer, offloader)
     if training:  # kept: when a checkpoint is saved, the folders can be away
         _ = learner.beginning

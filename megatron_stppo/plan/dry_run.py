@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.division import Packer
 from megatron_stppo.model import build, fusions
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Offload
-from megatron_stppo.model.pipeline import Packer
+from megatron_stppo.model.pipeline import packer_of
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.hardware import H100, Gpu
@@ -69,7 +70,7 @@ def training_use(
     stages: list[StageUse] = []
     for kind in kinds(layout, training):
         with standing_at(kind.rank, gpus, config) as mesh:
-            packer = Packer.of(config, shape, mesh)
+            packer = packer_of(config, shape, mesh)
             work, tokens, found = _of_kind(config, shape, packer, dtype, kind, training[kind.rank], gpu)
             stages += found
     stages.sort(key=lambda one: one.stage)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.data.division import Packer
 from megatron_stppo.data.packing import microbatch_runs, prefixes_of, to_batch
-from megatron_stppo.model.pipeline import Packer, sharing_obstacle
+from megatron_stppo.model.pipeline import sharing_obstacle
 from megatron_stppo.observe import trajectory_log
 from megatron_stppo.observe.run_files import recorded
 
@@ -43,7 +44,7 @@ class Sharing:
             return cls(1.0, NO_RUN)
         computed = tokens = 0
         for chosen in source.minibatches:
-            for part in packer.partition(source.batch, chosen):
+            for part in packer.divide(source.batch, chosen).parts:
                 tree = prefixes_of(source.batch, part, packer.spec)
                 runs = microbatch_runs(tree, packer.spec)
                 computed += sum(int(tree.packed(run).lengths.sum()) for run in runs)

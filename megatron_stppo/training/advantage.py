@@ -13,14 +13,14 @@ from megatron_stppo.algorithm.gae import Lambda, later_steps, of_length, token_l
 from megatron_stppo.algorithm.own import OwnAdvantage
 from megatron_stppo.algorithm.penalties import KLEstimator, kl, overlong
 from megatron_stppo.algorithm.ratio import episode_offsets, segment_sum, spread
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, BatchT
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.observed import action_rows, with_observations
 
 
 def estimate(
-    batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
-) -> Batch:
+    batch: BatchT, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
+) -> BatchT:
     """Return the batch with advantage_T and, for GAE, return_T filled: float32, 0 for failed trajectories.
 
     With algorithm.truncated=mask, truncated trajectories are not live any more. With gae_observations,
@@ -42,7 +42,7 @@ def estimate(
     return replace(_over_actions(shaped, algorithm, group_N, own), reward_T=batch.reward_T)
 
 
-def _shaped(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+def _shaped(batch: BatchT, algorithm: AlgorithmConfig) -> BatchT:
     first, last = algorithm.overlong_from, algorithm.overlong_to
     if first is None or last is None:
         return batch
@@ -50,8 +50,8 @@ def _shaped(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
 
 
 def _over_actions(
-    batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
-) -> Batch:
+    batch: BatchT, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
+) -> BatchT:
     in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
     if algorithm.advantage != "gae":
         # Only the environment's outcomes are normalised. If the KL penalty were normalised too, a group of
@@ -217,7 +217,7 @@ def with_kl_penalty(batch: Batch, coefficient: float, estimator: KLEstimator = "
     return batch.reward_T - coefficient * kl(estimator, batch.old_logprob_T, batch.reference_logprob_T)
 
 
-def with_overlong_penalty(batch: Batch, first: int, last: int, most: float) -> Batch:
+def with_overlong_penalty(batch: BatchT, first: int, last: int, most: float) -> BatchT:
     """Return the batch whose rewards are reduced by `overlong` of the action tokens of an episode.
 
     The tokens of all histories of the episode count, without prompts and observations. Every history bears

@@ -32,11 +32,12 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError, OptimizerConfig
 from megatron_stppo.data import demonstrations
 from megatron_stppo.data.demonstrations import Demonstration
+from megatron_stppo.data.division import Packer
 from megatron_stppo.data.packing import Microbatch, to_batch
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, forward_backward, total
+from megatron_stppo.model.pipeline import forward_backward, packer_of, total
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.observe.metrics import progress
@@ -107,7 +108,7 @@ def _train(config: Config, mesh: MeshRank, scripts: list[Demonstration]) -> Path
         lr=settings.lr, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip
     )
     trainer = Trainer(model, optimizer, len(steps))
-    packer = Packer.of(config, shape, mesh)
+    packer = packer_of(config, shape, mesh)
     float32_logits = config.model.float32_logits(torch.cuda.is_available())
     rows = config.update.logit_rows
     head = PolicyHead.of(model, mesh, shape.vocab, chunk=rows, float32_logits=float32_logits)
@@ -211,7 +212,7 @@ def train_step(
     parts = [(weight_T, float(weight_T.sum())) for weight_T in (batch.advantage_T, written_T)]
     loss = partial(_loss, head=head, parts=parts)
     trainer.zero()
-    records = forward_backward(trainer.model, packer.pack(batch, range(len(batch.live_N))), loss)
+    records = forward_backward(trainer.model, packer.pack(batch, packer.whole(batch)), loss)
     trainer.step(trainer.reduce(), rate_scale=rate)
     of_all, of_turns = total(records, 2, mesh).tolist()
     return of_all, of_turns

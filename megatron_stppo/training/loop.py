@@ -71,7 +71,7 @@ def train(
         # score: log-probs by actor (unless the update computes them) and reference, values by the critic
         with observer.phase("score"):
             rollouts.load_for("score")
-            batch = score(learner, distribute(learner, played, iteration), iteration)
+            batch = score(learner, distribute(learner, played, iteration))
         # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
             group_N = groups_of(played.every)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, Divided
 from megatron_stppo.checkpoint import loading
 from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.cluster.launch import process
@@ -32,12 +32,12 @@ from megatron_stppo.observe.metrics import Metrics, progress
 from megatron_stppo.training.advantage import estimate, has_signal
 from megatron_stppo.training.guard import dumps
 from megatron_stppo.training.guard.guard import UpdateGuard
-from megatron_stppo.training.stages import score, update, with_behaviour
+from megatron_stppo.training.stages import divided, score, update, with_behaviour
 from megatron_stppo.training.update.own import Own
 from megatron_stppo.validation import attempts, checks
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
-Read = Callable[[Learner, Path, int], tuple[Batch, Tensor, dict[str, Any]]]
+Read = Callable[[Learner, Path, int], tuple[Divided, Tensor, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -110,17 +110,18 @@ def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
     return state
 
 
-def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
+def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Divided, Tensor, dict[str, Any]]:
     played = trajectory_log.read(run, iteration, learner.shape.vocab)
-    batch, every = to_batch(played), [t.summary for t in played]
+    batch, every = divided(learner, to_batch(played), iteration - 1), [t.summary for t in played]
     _check(learner, batch, run, iteration)
     row = describe_rollouts(every, iteration - 1) | describe_groups(every)
-    return score(learner, batch, iteration - 1), groups_of(every), row
+    return score(learner, batch), groups_of(every), row
 
 
-def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Batch, Tensor, dict[str, Any]]:
+def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Divided, Tensor, dict[str, Any]]:
     batch, group_N = dumps.read(run, iteration, learner.mesh)
     _check(learner, batch, run, iteration)
+    batch = divided(learner, batch, iteration - 1)
     reference = learner.config.model.reference_path
     recorded = (read_yaml(run / "config.yaml", "RUN_DIR").get("model") or {}).get("reference_path")
     if learner.config.needs_reference and recorded != (None if reference is None else str(reference)):

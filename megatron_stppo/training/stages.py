@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.rate import capped_kl
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, BatchT, Divided, Minibatch
+from megatron_stppo.data.division import chosen_tokens, minibatches
 from megatron_stppo.data.exchange import Played, deal
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import rows_of
@@ -24,20 +26,19 @@ from megatron_stppo.observe.run_files import write_steps
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.training.update.critic_step import critic_step
-from megatron_stppo.training.update.minibatches import chosen_tokens, minibatches
 from megatron_stppo.training.update.ratios import Ratios, StepRatios
 
 # actor/kl_after: one of PART trajectories is scored again, but at least so many
 PART, LEAST = 8, 8
 
 
-def distribute(learner: Learner, played: Played, iteration: int) -> Batch:
+def distribute(learner: Learner, played: Played, iteration: int) -> Divided:
     """Return the batch of all trajectories, in which this rank holds the tokens that it trains on.
 
     Collective.
     """
-    batch, layout = played.described(), learner.mesh.layout
-    parts = _parts(learner, batch, iteration, learner.config.update.epochs)
+    batch, layout = divided(learner, played.described(), iteration), learner.mesh.layout
+    parts = _parts(batch.epochs)
     wanted = [parts[layout.coordinates(rank).data] for rank in range(layout.world)]
     batch, shape = played.delivered(batch, wanted), learner.shape
     if not learner.config.replays_rollout or learner.actor is None:
@@ -46,15 +47,35 @@ def distribute(learner: Learner, played: Played, iteration: int) -> Batch:
     return replace(batch, routes_P=routes_P[:, routed_layers(learner.actor.chunks)])
 
 
-def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
+def divided(learner: Learner, batch: Batch, iteration: int) -> Divided:
+    """Return the batch with the minibatches of the iteration's update, equal on every rank.
+
+    The stages only compute on trajectories whose tokens the rank holds: those of its parts.
+    """
+    update, seed = learner.config.update, learner.config.run.seed
+    steps = (
+        minibatches(len(batch.live_N), update.minibatches, seed, iteration, epoch, batch.first_N)
+        for epoch in range(update.epochs)
+    )
+    epochs = tuple(tuple(learner.packer.divide(batch, chosen) for chosen in epoch) for epoch in steps)
+    return Divided.of(batch, epochs=epochs)
+
+
+def _parts(epochs: Iterable[Iterable[Minibatch]]) -> list[list[int]]:
+    """Return the trajectories, ascending, that each data-parallel rank trains on in these epochs."""
+    of_rank = zip(*(minibatch.parts for epoch in epochs for minibatch in epoch), strict=True)
+    return [sorted(set(itertools.chain(*parts))) for parts in of_rank]
+
+
+def score(learner: Learner, batch: Divided) -> Divided:
     """Return the batch with the old and reference log-probs and the critic's values filled. Collective.
 
     Log-probs of the reference and values are computed only if the learner has these models. The old log-probs
     are left to `update` if config.old_logprob_source is "update".
     """
-    reference, given = learner.reference, (learner.packer, _minibatches(learner, batch, iteration, epoch=0))
-    learner.packer.keep(given[1])  # until the first epoch of `update` ends
-    scored = _OLD_LOGPROBS[learner.config.old_logprob_source](learner, batch, iteration)
+    reference, given = learner.reference, (learner.packer, batch.epochs[0])
+    learner.packer.keep(batch.epochs[0])  # until the first epoch of `update` ends
+    scored = _OLD_LOGPROBS[learner.config.old_logprob_source](learner, batch)
     if reference is not None:
         reference_T = logprobs(reference, learner.head(reference), batch, *given)
         scored = replace(scored, reference_logprob_T=reference_T)
@@ -66,7 +87,7 @@ def score(learner: Learner, batch: Batch, iteration: int) -> Batch:
     return replace(scored, value_T=values(learner.critic.model, batch, *given))
 
 
-def _with_old(learner: Learner, batch: Batch, iteration: int) -> Batch:
+def _with_old(learner: Learner, batch: Divided) -> Divided:
     """Return the batch with the actor's log-probs as old_logprob_T. Collective.
 
     The actor's expert routes are recorded and filled too with algorithm.routing_replay=old_policy. With
@@ -75,51 +96,40 @@ def _with_old(learner: Learner, batch: Batch, iteration: int) -> Batch:
     actor, given = learner.actor, learner.config.replays_rollout
     assert actor is not None and (batch.routes_P is not None or not given)
     with recording(() if given else actor.chunks) as record:
-        first_epoch = _minibatches(learner, batch, iteration, epoch=0)
-        old_T = logprobs(actor.model, learner.head(actor.model), batch, learner.packer, first_epoch)
-        routes_P = _routes(learner, record, batch, iteration) if record else batch.routes_P
+        old_T = logprobs(actor.model, learner.head(actor.model), batch, learner.packer, batch.epochs[0])
+        routes_P = _routes(learner, record, batch) if record else batch.routes_P
     return replace(batch, old_logprob_T=old_T, routes_P=routes_P)
 
 
-def with_behaviour(batch: Batch) -> Batch:
+def with_behaviour(batch: BatchT) -> BatchT:
     """Return the batch with the engine's log-probs as old_logprob_T: a copy, because a dump refuses tensors
     that share memory."""
     return replace(batch, old_logprob_T=batch.rollout_logprob_T.clone())
 
 
 # config.old_logprob_source: what `score` does about the old log-probs
-_OLD_LOGPROBS: dict[str, Callable[[Learner, Batch, int], Batch]] = {
+_OLD_LOGPROBS: dict[str, Callable[[Learner, Divided], Divided]] = {
     "score": _with_old,
-    "update": lambda learner, batch, iteration: batch,
-    "behaviour": lambda learner, batch, iteration: with_behaviour(batch),
+    "update": lambda learner, batch: batch,
+    "behaviour": lambda learner, batch: with_behaviour(batch),
 }
 
 
-def _routes(learner: Learner, record: Record, batch: Batch, iteration: int) -> Tensor:
+def _routes(learner: Learner, record: Record, batch: Divided) -> Tensor:
     """Return the recorded experts of the tokens that this rank trains on, 0 for others it holds. Collective.
 
     In later epochs a rank trains on trajectories that other data-parallel ranks have scored.
     """
     mesh, routes_P = learner.mesh, record.routes(len(batch.tokens_P))
-    given, wanted = (_parts(learner, batch, iteration, n) for n in (1, learner.config.update.epochs))
+    given, wanted = _parts(batch.epochs[:1]), _parts(batch.epochs)
     own = rows_of(batch, given[mesh.data_rank])
     dealt = deal(routes_P[own], batch, given, wanted, mesh.data_group)
     return torch.zeros_like(routes_P).index_copy(0, rows_of(batch, wanted[mesh.data_rank]), dealt)
 
 
-def _parts(learner: Learner, batch: Batch, iteration: int, epochs: int) -> list[list[int]]:
-    """Return the trajectories, ascending, that each data-parallel rank trains on in the first epochs."""
-    parts = [set[int]() for _ in range(learner.mesh.data_size)]
-    for epoch in range(epochs):
-        for chosen in _minibatches(learner, batch, iteration, epoch):
-            for part, more in zip(parts, learner.packer.partition(batch, chosen), strict=True):
-                part.update(more)
-    return [sorted(part) for part in parts]
-
-
 def update(
-    learner: Learner, batch: Batch, iteration: int, hold: bool = False, own: OwnLoss | None = None
-) -> tuple[dict[str, float], StepRatios | None, Batch]:
+    learner: Learner, batch: Divided, iteration: int, hold: bool = False, own: OwnLoss | None = None
+) -> tuple[dict[str, float], StepRatios | None, Divided]:
     """Make one step of the actor, and update.critic_steps of the critic, for every minibatch of every epoch.
 
     Collective. Return the mean of the steps' metrics, the ratios of the last epoch, and the batch with old
@@ -139,26 +149,27 @@ def update(
     assert actor is not None
     hold = hold or iteration < config.update.critic_only
     if any_rank(bool(not_finite(batch))):
-        batch = batch if batch.old_logprob_T is not None else _with_old(learner, batch, iteration)
+        batch = batch if batch.old_logprob_T is not None else _with_old(learner, batch)
         return _skipped(learner, *learner.trainers), None, batch
     head, packer = learner.head(actor.model), learner.packer
     valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
     ratios, steps, distinct = Ratios(batch, a), list[dict[str, float]](), list[tuple[float, float]]()
     count = config.update.epochs * config.update.minibatches
-    for epoch in range(config.update.epochs):
-        packer.keep(together := _minibatches(learner, batch, iteration, epoch))
-        for chosen in together:
-            loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head, own)
-            step = actor_step(actor, loss, chosen, packer, hold, len(steps), count)
+    for epoch in batch.epochs:
+        packer.keep(epoch)
+        for minibatch in epoch:
+            loss = ActorLoss(batch, minibatch_weights(batch, minibatch.chosen, a), a, head, own)
+            step = actor_step(actor, loss, minibatch, packer, hold, len(steps), count)
             if batch.old_logprob_T is None:
-                assert len(chosen) == len(batch.live_N), "the policy has changed for the other trajectories"
+                whole = len(minibatch.chosen) == len(batch.live_N)
+                assert whole, "the policy has changed for the other trajectories"
                 batch = replace(batch, old_logprob_T=step.ratios.logprob_T)
                 if any_rank(bool(not_finite(batch))):  # the actor's step was skipped for it
                     return _skipped(learner, *(learner.trainers.keys() - {"actor"})), None, batch
             ratios.add(step.ratios)
             distinct.append(step.distinct)
             of_critic = [
-                critic_step(critic, valued, chosen, a.value_clip, packer)
+                critic_step(critic, valued, minibatch, a.value_clip, packer)
                 for _ in range(config.update.critic_steps)
                 if critic
             ]
@@ -172,8 +183,7 @@ def update(
     measured["update/distinct_share"] = computed / packed if packed else 1.0
     if any(row["actor/effective_lr"] for row in steps):  # a step was applied
         assert ratios.first is not None
-        chosen = _minibatches(learner, batch, iteration, epoch=0)[0]
-        measured["actor/kl_after"] = after = kl_after(learner, batch, ratios.first, chosen)
+        measured["actor/kl_after"] = after = kl_after(learner, batch, ratios.first)
         actor.memory = replace(actor.memory, kl_after=after)
     agreement = current_mismatch(batch, *_at_start(batch, ratios, config.old_logprob_source), iteration)
     return mean_of(steps) | ratios.row() | measured | agreement, ratios.last, batch
@@ -188,12 +198,6 @@ def _at_start(batch: Batch, ratios: Ratios, source: str) -> tuple[Tensor, Tensor
     return batch.old_logprob_T, torch.ones_like(batch.live_T)
 
 
-def _minibatches(learner: Learner, batch: Batch, iteration: int, epoch: int) -> list[list[int]]:
-    """Return the trajectories of each optimizer step of an epoch."""
-    count, seed = learner.config.update.minibatches, learner.config.run.seed
-    return minibatches(len(batch.live_N), count, seed, iteration, epoch, batch.first_N)
-
-
 def _skipped(learner: Learner, *roles: str) -> dict[str, float]:
     """Count a skipped step of these models. Return the metrics of an update without steps."""
     learner.packer.keep(())
@@ -202,7 +206,7 @@ def _skipped(learner: Learner, *roles: str) -> dict[str, float]:
     return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)
 
 
-def kl_after(learner: Learner, batch: Batch, first: StepRatios, chosen: Sequence[int]) -> float:
+def kl_after(learner: Learner, batch: Divided, first: StepRatios) -> float:
     """Return an estimate of KL(policy before the update, policy after it), nats per token. Collective.
 
     The steps measure the policy before them, so that none of them measures what the last one did.
@@ -210,13 +214,11 @@ def kl_after(learner: Learner, batch: Batch, first: StepRatios, chosen: Sequence
     It takes one forward pass over an eighth of the trajectories of the first step, at least eight and one per
     data-parallel rank. Every rank takes those that it has trained on, so other numbers of data-parallel ranks
     take others. The estimate is capped_kl, 0 without tokens that carry loss.
-    first: the ratios of the first step, before which the policy is that of before the update. chosen: its
-    trajectories.
+    first: the ratios of the first step, before which the policy is that of before the update.
     """
-    actor, mesh, packer = learner.actor, learner.mesh, learner.packer
+    actor, step = learner.actor, batch.epochs[0][0]
     assert actor is not None
-    most = math.ceil(max(LEAST, len(chosen) // PART) / mesh.data_size)
-    after_T = logprobs(actor.model, learner.head(actor.model), batch, packer, [chosen], most)
-    sample = [n for part in packer.partition(batch, chosen) for n in part[:most]]
-    in_T = first.live_T & chosen_tokens(batch, sample)
+    sample = step.first(math.ceil(max(LEAST, len(step.chosen) // PART) / learner.mesh.data_size))
+    after_T = logprobs(actor.model, learner.head(actor.model), batch, learner.packer, [sample])
+    in_T = first.live_T & chosen_tokens(batch, sample.chosen)
     return capped_kl(after_T, first.logprob_T, in_T)

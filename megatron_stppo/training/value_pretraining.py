@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 
-from megatron_stppo.base.types import FAILED, Batch, Trajectory
+from megatron_stppo.base.types import FAILED, Batch, Minibatch, Trajectory
 from megatron_stppo.checkpoint.convert import export_hf
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import AlgorithmConfig, Config, ConfigError
+from megatron_stppo.data.division import Packer, chosen_tokens
 from megatron_stppo.data.observed import with_observations
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Model, Packer, logprobs, values
+from megatron_stppo.model.pipeline import Model, logprobs, packer_of, values
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.observe import trajectory_log
 from megatron_stppo.observe.console import explained, say, timed
@@ -36,7 +37,6 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.cold_start import by_tokens, check_refused, free_output
 from megatron_stppo.training.update.critic_step import critic_step
-from megatron_stppo.training.update.minibatches import chosen_tokens
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.spans import training_layouts
 
@@ -49,7 +49,7 @@ def pretrain(config: Config, run: Path) -> None:
     its value head to cold_start.output. Collective. Raises ConfigError if they are not of model.path."""
     settings = config.cold_start
     mesh, shape = process.start(config), read_shape(config.model.path)
-    first_rank, packer = mesh.rank == 0, Packer.of(config, shape, mesh)
+    first_rank, packer = mesh.rank == 0, packer_of(config, shape, mesh)
     played = _episodes(run, shape, config.algorithm)
     tasks = [(t.task.data_source, t.task.split, t.task.index) for t in played]
     taught, held = split(tasks, settings.held_out)
@@ -67,7 +67,8 @@ def pretrain(config: Config, run: Path) -> None:
         by_tokens(order, lengths.__getitem__, settings.batch_tokens, mesh.data_size)
         for order in _epochs(taught, config.run.seed)
     )
-    steps = list(itertools.islice(every, settings.critic_steps))
+    steps = [packer.divide(batch, chosen) for chosen in itertools.islice(every, settings.critic_steps)]
+    unseen = packer.divide(batch, held)
     with timed("critic", first_rank):
         model = build.from_hf("critic", shape, config, mesh, process.dtype(config))
         own = config.update.critic
@@ -79,13 +80,13 @@ def pretrain(config: Config, run: Path) -> None:
         first_rank,
     )
     after = 0.0  # of the held-out episodes
-    for step, chosen in enumerate(progress(steps, "critic", first_rank, every=None), 1):
-        scored, before = measured(critic.model, batch, chosen, packer)
-        row = critic_step(critic, scored, chosen, config.algorithm.value_clip, packer)
+    for step, minibatch in enumerate(progress(steps, "critic", first_rank, every=None), 1):
+        scored, before = measured(critic.model, batch, minibatch, packer)
+        row = critic_step(critic, scored, minibatch, config.algorithm.value_clip, packer)
         check_refused(critic, config.run.nonfinite_budget, len(steps), "update.critic.lr")
         shown = f"loss {row['critic/loss']:.4f}, explained variance {explained(before)} before the step"
         if step % EVERY == 0 or step == len(steps):
-            after = measured(critic.model, batch, held, packer)[1]
+            after = measured(critic.model, batch, unseen, packer)[1]
             shown += f", {explained(after)} held out after it"
         say(f"critic {step}/{len(steps)}: {shown}", first_rank)
     weights, spec = build.named_parameters(critic.chunks), layer_spec(config)
@@ -132,11 +133,11 @@ def split(tasks: Sequence[Hashable], share: float) -> tuple[list[int], list[int]
     return [n for n, out in enumerate(of) if not out], [n for n, out in enumerate(of) if out]
 
 
-def measured(critic: Model, batch: Batch, chosen: Sequence[int], packer: Packer) -> tuple[Batch, float]:
-    """Return the batch with the critic's values of the chosen trajectories, and their explained variance over
-    the tokens of the batch. Collective."""
-    value_T = values(critic, batch, packer, [chosen])
-    in_T = batch.live_T & chosen_tokens(batch, chosen)
+def measured(critic: Model, batch: Batch, minibatch: Minibatch, packer: Packer) -> tuple[Batch, float]:
+    """Return the batch with the critic's values of the minibatch, and their explained variance over its
+    tokens. Collective."""
+    value_T = values(critic, batch, packer, [minibatch])
+    in_T = batch.live_T & chosen_tokens(batch, minibatch.chosen)
     assert batch.return_T is not None
     return replace(batch, value_T=value_T), explained_variance(value_T[in_T], batch.return_T[in_T])
 
@@ -167,8 +168,8 @@ def _check_policy(
     """Raise ConfigError unless the log-probs of the first episodes are those of model.path. Collective."""
     policy = build.from_hf("reference", shape, config, mesh, process.dtype(config))
     head = PolicyHead.configured(policy, mesh, shape.vocab, config, torch.cuda.is_available())
-    first = list(range(min(COMPARED * mesh.data_size, len(batch.live_N))))
-    logprob_T, in_T = logprobs(policy, head, batch, packer, [first]), chosen_tokens(batch, first)
+    first = packer.divide(batch, range(min(COMPARED * mesh.data_size, len(batch.live_N))))
+    logprob_T, in_T = logprobs(policy, head, batch, packer, [first]), chosen_tokens(batch, first.chosen)
     difference = float((logprob_T - batch.rollout_logprob_T)[in_T].abs().mean())
     r = config.rollout
     if not difference <= r.max_mismatch - math.log(r.top_p):

@@ -86,12 +86,11 @@ def refused(rank: int) -> str:
 def compare(mesh: Any, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
     """Return what differs from the batch of all trajectories, and which trajectories this rank holds."""
     from megatron_stppo.config import Config
+    from megatron_stppo.data.division import Packer
     from megatron_stppo.data.exchange import Played, undivided
     from megatron_stppo.data.validity import columns
     from megatron_stppo.model.learner import Learner
-    from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.training.stages import _routes, distribute
-    from megatron_stppo.training.update.minibatches import minibatches
 
     config = Config.model_validate(
         {"model": {"path": "m"}, "parallel": parallel, "update": {"epochs": epochs, "minibatches": 4}}
@@ -109,9 +108,9 @@ def compare(mesh: Any, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
     again = columns(undivided(batch, mesh.tensor_and_token_group))
     differs += [f"undivided {k}" for k, x in columns(whole).items() if not torch.equal(again[k], x)]
     count = 0
-    for epoch in range(epochs):
-        for chosen in minibatches(COUNT, 4, config.run.seed, 3, epoch):
-            pairs = zip(learner.packer.pack(batch, chosen), learner.packer.pack(whole, chosen), strict=True)
+    for epoch, steps in enumerate(batch.epochs):
+        for step in steps:
+            pairs = zip(learner.packer.pack(batch, step), learner.packer.pack(whole, step), strict=True)
             for own, expected in pairs:
                 count += 1
                 at, of = own.rows_P, expected.rows_P  # into other tensors, the same tokens
@@ -127,11 +126,10 @@ def compare(mesh: Any, parallel: dict[str, Any], epochs: int) -> dict[str, Any]:
                     if field.name not in ("rows_P", "repeated") and not _equal(*values):
                         differs.append(f"{field.name} of epoch {epoch}: {values}")
     # a pass records the tokens themselves as their experts, for the trajectories that this rank scores
-    first = minibatches(COUNT, 4, config.run.seed, 3, 0)
-    scored = [n for chosen in first for n in learner.packer.partition(whole, chosen)[mesh.data_rank]]
+    scored = [n for step in batch.epochs[0] for n in step.parts[mesh.data_rank]]
     of_scored = torch.isin(torch.repeat_interleave(_held(batch), _lengths(batch)), torch.tensor(scored))
     record: Any = SimpleNamespace(routes=lambda _: torch.where(of_scored, batch.tokens_P, 0)[:, None, None])
-    routes_P = _routes(learner, record, batch, 3)
+    routes_P = _routes(learner, record, batch)
     differs += [] if torch.equal(routes_P[:, 0, 0], batch.tokens_P) else ["routes"]
     return {
         "differs": differs,

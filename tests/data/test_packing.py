@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data import context, packing
+from megatron_stppo.data.division import partition, prompts_of
 from megatron_stppo.data.packing import (
     PackingSpec,
     holding,
@@ -22,7 +23,7 @@ from megatron_stppo.data.packing import (
     unpack,
     without_tokens,
 )
-from megatron_stppo.data.prefixes import Tree, partition, prompts_of
+from megatron_stppo.data.prefixes import Tree
 
 TASK = Task("t", (), ("a",), "train", 0)
 

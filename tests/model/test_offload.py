@@ -27,7 +27,7 @@ def steps(model: str, offload: str, name: str) -> tuple[list[float], list[int]]:
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
     from megatron_stppo.model.offload import Offloader
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import packer_of
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
@@ -39,9 +39,10 @@ def steps(model: str, offload: str, name: str) -> tuple[list[float], list[int]]:
     actor = build.trainer("actor", shape, config, mesh, dtype)
     reference = build.from_hf("reference", shape, config, mesh, dtype)
     offloader = Offloader({"actor": actor}, reference, offload)
-    a, packer = config.algorithm, Packer.of(config, shape, mesh)
+    a, packer = config.algorithm, packer_of(config, shape, mesh)
     head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
-    batch, chosen, sums, sizes = layouts.batch(), list(range(8)), [], []
+    batch, sums, sizes = layouts.batch(), [], []
+    every = packer.whole(batch)
     weights = [p for model in (actor.chunks, reference) for chunk in model for p in chunk.parameters()]
     for _ in range(STEPS):
         offloader.to("rollout")
@@ -49,8 +50,8 @@ def steps(model: str, offload: str, name: str) -> tuple[list[float], list[int]]:
         states = [x for x in actor.states() if x.untyped_storage()._cdata not in own]
         sizes = [bytes_of(x) for x in (weights, states, actor.gradient_buffers())]
         offloader.to("update")
-        loss = ActorLoss(batch, minibatch_weights(batch, chosen, a), a, head)
-        sums.append(actor_step(actor, loss, chosen, packer).metrics["actor/gradient_norm"])
+        loss = ActorLoss(batch, minibatch_weights(batch, every.chosen, a), a, head)
+        sums.append(actor_step(actor, loss, every, packer).metrics["actor/gradient_norm"])
     offloader.to("score")
     offloader.to("checkpoint")
     sums += [float(x.double().sum()) for x in actor.states()]

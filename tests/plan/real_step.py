@@ -131,7 +131,7 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     from megatron_stppo.checkpoint.host_copy import HostCopy
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer, logprobs
+    from megatron_stppo.model.pipeline import logprobs, packer_of
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.model.token_model import frozen
     from megatron_stppo.parallel import groups
@@ -144,9 +144,9 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     shape, a = read_shape(config.model.path), config.algorithm
     one = trajectory(config, LENGTH)  # separate prompts, as the plan assumes: a shared one needs less
     played = [replace(one, prompt_ids=(n, *one.prompt_ids[1:])) for n in range(8)]
-    batch, chosen = _scored(to_batch(played)), list(range(8))
-    packer = Packer.of(config, shape, mesh)
-    weight_T = minibatch_weights(batch, chosen, a)
+    batch, packer = _scored(to_batch(played)), packer_of(config, shape, mesh)
+    every = packer.whole(batch)
+    weight_T = minibatch_weights(batch, every.chosen, a)
     found: dict[str, Any] = {}
 
     def added(name: str, call: Any) -> Any:
@@ -169,11 +169,11 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
             f"{role} optimizer": _storages(model.states(), besides=weights),
         }
     head = PolicyHead.of(actor.model, mesh, shape.vocab, 1.0, a.segments, config.update.logit_rows)
-    logprobs(actor.model, head, batch, packer, [chosen])  # megatron's shared buffers stay
-    added("score", lambda: logprobs(actor.model, head, batch, packer, [chosen]))
+    logprobs(actor.model, head, batch, packer, [every])  # megatron's shared buffers stay
+    added("score", lambda: logprobs(actor.model, head, batch, packer, [every]))
     loss = ActorLoss(batch, weight_T, a, head)
-    added("actor step", lambda: actor_step(actor, loss, chosen, packer))
-    added("critic step", lambda: critic_step(critic, batch, chosen, a.value_clip, packer))
+    added("actor step", lambda: actor_step(actor, loss, every, packer))
+    added("critic step", lambda: critic_step(critic, batch, every, a.value_clip, packer))
     found["copied"] = sum(
         HostCopy(saved_tensors(one, is_loading=False), Path(), keep=False).bytes for one in (actor, critic)
     )

@@ -18,7 +18,7 @@ def losses(
     from megatron_stppo.config import Config
     from megatron_stppo.data.demonstrations import Demonstration
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import packer_of
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.cold_start import train_step
@@ -30,7 +30,7 @@ def losses(
     found = []
     for weight in weights:
         trainer = build.trainer("actor", shape, config, mesh, torch.float32)
-        head, packer = PolicyHead.of(trainer.model, mesh, shape.vocab), Packer.of(config, shape, mesh)
+        head, packer = PolicyHead.of(trainer.model, mesh, shape.vocab), packer_of(config, shape, mesh)
         given = [Demonstration(*script) for script in scripts]
         found.append(train_step(trainer, head, given, weight, mesh, packer, 1.0))
     return found
@@ -51,7 +51,7 @@ def adapted(
     from megatron_stppo.config import Config, ConfigError
     from megatron_stppo.data.demonstrations import Demonstration
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import packer_of
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.cold_start import export, train_step
@@ -67,7 +67,7 @@ def adapted(
     given = [Demonstration(*script) for script in scripts]
 
     def step(trainer: Any, config: Any) -> float:
-        head, packer = PolicyHead.of(trainer.model, mesh, shape.vocab), Packer.of(config, shape, mesh)
+        head, packer = PolicyHead.of(trainer.model, mesh, shape.vocab), packer_of(config, shape, mesh)
         return train_step(trainer, head, given, 1.0, mesh, packer, 1.0)[0]
 
     trainer = build.trainer("actor", shape, start(None), mesh, torch.float32)

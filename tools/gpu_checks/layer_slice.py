@@ -74,7 +74,7 @@ def _phases(folder: Path) -> dict[str, Any]:
     from megatron_stppo.model.learner import build_learner
     from megatron_stppo.observe.throughput import phase_flop
     from megatron_stppo.training.advantage import estimate
-    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.stages import divided, score, update
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     given, longest, count = sections(torch.cuda.is_available())
@@ -87,7 +87,7 @@ def _phases(folder: Path) -> dict[str, Any]:
     for measured in (_timed, _timed, _waits):  # the second time stays
         learner.load_for("score")
         with measured(found, "score"):
-            batch = score(learner, to_batch(played), 0)
+            batch = score(learner, divided(learner, to_batch(played), 0))
         batch = estimate(batch, config.algorithm, groups_of([t.summary for t in played]))
         learner.load_for("update")
         with measured(found, "update"):

@@ -100,7 +100,7 @@ def agreement() -> dict[str, Any]:
     from megatron_stppo.config.file import load
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.training.stages import score
+    from megatron_stppo.training.stages import divided, score
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     expected = json.loads((folder() / "transformers.json").read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def agreement() -> dict[str, Any]:
     config = load(EXAMPLE / "config.yaml", [*settings(), "update.old_logprob=score"])
     mesh, shape = process.start(config), read_shape(config.model.path)
     learner = build_learner(config, shape, mesh, process.dtype(config))
-    found_T = score(learner, to_batch(played), 0).old_logprob_T
+    found_T = score(learner, divided(learner, to_batch(played), 0)).old_logprob_T
     assert found_T is not None
     apart_T = (found_T.cpu() - torch.tensor(list(chain.from_iterable(expected["logprobs"])))).abs()
     mean, most = float(apart_T.mean()), float(apart_T.max())

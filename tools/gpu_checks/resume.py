@@ -111,13 +111,13 @@ def _scored(config: Config) -> tuple[Learner, Batch]:
     """Return a learner and a batch of random trajectories with the log-probs of its models."""
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.training.stages import score
+    from megatron_stppo.training.stages import divided, score
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     mesh, shape = process.start(config), read_shape(config.model.path)
     learner = build_learner(config, shape, mesh, process.dtype(config))
     learner.load_for("score")
-    return learner, score(learner, to_batch(_played()), 0)
+    return learner, score(learner, divided(learner, to_batch(_played()), 0))
 
 
 if __name__ == "__main__":

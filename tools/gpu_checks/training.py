@@ -139,7 +139,7 @@ def _first_step(model: Path, replay: str) -> dict[str, Any]:
     from megatron_stppo.data.packing import groups_of, to_batch
     from megatron_stppo.model.learner import build_learner
     from megatron_stppo.training.advantage import estimate
-    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.stages import divided, score, update
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     sections = {"update": {"old_logprob": "score"}, "algorithm": {"routing_replay": replay}}
@@ -147,7 +147,7 @@ def _first_step(model: Path, replay: str) -> dict[str, Any]:
     mesh, shape = process.start(config), read_shape(model)
     learner = build_learner(config, shape, mesh, process.dtype(config))
     played = trajectories(shape.vocab, [60 + 40 * (n % 9) for n in range(32)])
-    first, batch = (score(learner, to_batch(played), 0) for _ in range(2))
+    first, batch = (score(learner, divided(learner, to_batch(played), 0)) for _ in range(2))
     apart = float((first.old_logprob_T - batch.old_logprob_T).abs().max())
     batch = estimate(batch, config.algorithm, groups_of([t.summary for t in played]))
     row = update(learner, batch, 0)[0]
@@ -239,7 +239,7 @@ def cold_start() -> dict[str, Any]:
     from megatron_stppo.data.demonstrations import Demonstration
     from megatron_stppo.model import build
     from megatron_stppo.model.optimizer import Trainer
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import packer_of
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.training.cold_start import train_step
     from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -256,7 +256,7 @@ def cold_start() -> dict[str, Any]:
     ids = [t.token_ids for t in trajectories(SMALL["vocab"], [64] * scripts)]
     taught = [Demonstration(one, (True,) * len(one)) for one in ids]
     losses, start = [], time.perf_counter()
-    packer = Packer.of(config, shape, mesh)
+    packer = packer_of(config, shape, mesh)
     for _ in range(steps):
         losses.append(train_step(trainer, head, taught, 1.0, mesh, packer, 1.0)[0])
     seconds = time.perf_counter() - start

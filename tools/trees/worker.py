@@ -82,13 +82,13 @@ class Bench:
         step every ratio is then exactly 1.
         """
         from megatron_stppo.training.advantage import estimate
-        from megatron_stppo.training.stages import score, update
+        from megatron_stppo.training.stages import divided, score, update
 
         seconds, begun = {}, time.process_time()
         if GPU:
             torch.cuda.reset_peak_memory_stats()
         start = _now()
-        batch = score(self.learner, self.batch, 0)
+        batch = score(self.learner, divided(self.learner, self.batch, 0))
         seconds["score"] = _now() - start
         batch = estimate(batch, self.config.algorithm, self._groups)
         start = _now()
@@ -114,7 +114,7 @@ class Bench:
         for arm in ARMS:
             self.packing(arm, budget)
             model = learner.policy
-            given = (self.batch, learner.packer, [list(range(len(self.batch.live_N)))])
+            given = (self.batch, learner.packer, [learner.packer.whole(self.batch)])
             found[arm] = logprobs(model, learner.head(model), *given)
         apart_T = (found["on"] - found["off"]).abs()
         most, mean = float(apart_T.max()), float(apart_T.mean())

@@ -28,13 +28,13 @@ class Piece:
 
     def logprobs(self) -> Tensor:
         """Return the log-probs of the own tokens under the weights that are loaded. Collective."""
-        policy, every = self.learner.policy, [list(range(len(self.lines)))]
+        policy, every = self.learner.policy, [self.learner.packer.whole(self.batch)]
         logprob_T = logprobs(policy, self.learner.head(policy), self.batch, self.learner.packer, every)
         return logprob_T[self.own_T]
 
     def largest_logits(self) -> Tensor:
         """Return the largest absolute logits of the own tokens. Collective."""
-        policy, every = self.learner.policy, [list(range(len(self.lines)))]
+        policy, every = self.learner.policy, [self.learner.packer.whole(self.batch)]
         answer = limits.largest_logits(self.learner.head(policy))
         return forward_only(policy, self.batch, self.learner.packer, every, answer)[self.own_T]
 

@@ -17,7 +17,7 @@ from megatron_stppo.evidence.layouts.cases import Case
 from megatron_stppo.model import adapters, build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, logprobs
+from megatron_stppo.model.pipeline import logprobs, packer_of
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel import groups
@@ -123,12 +123,13 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     for trainer in trainers.values():
         for group in trainer.optimizer.param_groups:
             group["eps"] = EPSILON
-    packer = Packer.of(config, shape, mesh)
+    packer = packer_of(config, shape, mesh)
     shares = packer.spec.share_prefixes and not case.apart
     packer = replace(packer, spec=replace(packer.spec, budget=case.budget, share_prefixes=shares))
     head = PolicyHead.configured(actor.model, mesh, shape.vocab, config, torch.cuda.is_available())
-    chosen = list(range(len(batch.live_N)))[:: -1 if case.reverse else 1]
-    logprob_T = logprobs(actor.model, head, batch, packer, [chosen])
+    chosen = range(len(batch.live_N))[:: -1 if case.reverse else 1]
+    minibatch = packer.divide(batch, chosen)
+    logprob_T = logprobs(actor.model, head, batch, packer, [minibatch])
     assert batch.old_logprob_T is not None
     policy_T = logprob_T if own_T is None else own_T
     # The engine's log-probs are the policy's: the ratios of the train/serve mismatch are exp(offset), on both
@@ -137,8 +138,8 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     before = _whole(trainers, shape, config, mesh) if own_T is None else {}
     a = config.algorithm
     loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head, Own.of(config).loss)
-    numbers = actor_step(actor, loss, chosen, packer).metrics
-    numbers |= critic_step(critic, given, chosen, a.value_clip, packer)
+    numbers = actor_step(actor, loss, minibatch, packer).metrics
+    numbers |= critic_step(critic, given, minibatch, a.value_clip, packer)
     after = _whole(trainers, shape, config, mesh)
     return Measured({name: numbers[name] for name in NUMBERS}, logprob_T, before, after)
 

@@ -167,10 +167,10 @@ def large_step(stage: Stage) -> tuple[float, float]:
     stage.rollouts.load_for("update")
     rate, moved = RATE, 0.0
     for _ in range(STEPS):
-        for chosen in stage.minibatches():
-            loss = ActorLoss(given, stage.weights_of(chosen), stage.plain, head)
+        for minibatch in stage.batch.epochs[0]:
+            loss = ActorLoss(given, stage.weights_of(minibatch), stage.plain, head)
             actor.zero()
-            forward_backward(actor.model, packer.pack(given, chosen), loss)
+            forward_backward(actor.model, packer.pack(given, minibatch), loss)
             actor.step(actor.reduce(), rate_scale=rate / actor.learning_rate)
         moved = float((stage.logprobs(stage.episodes) - before_T).abs().mean())
         if moved > MOVED * most:

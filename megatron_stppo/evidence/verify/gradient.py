@@ -33,11 +33,11 @@ from megatron_stppo.base.types import Batch
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.layouts.counted import Counted, Piece, main_gradient
 from megatron_stppo.evidence.layouts.measure import differentiable, random_batch
-from megatron_stppo.evidence.verify.stage import Checked, Stage, plain, whole
+from megatron_stppo.evidence.verify.stage import Checked, Stage, plain
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, evaluate, logprobs, total
+from megatron_stppo.model.pipeline import evaluate, logprobs, packer_of, total
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.update.actor_step import SUMS, ActorLoss, actor_step, minibatch_weights
@@ -260,22 +260,23 @@ def _objective(
     role: build.Role, trainer: Trainer, config: Config, shape: ModelShape, mesh: MeshRank, batch: Batch
 ) -> tuple[Callable[[], float], float]:
     """Compute the gradient by a step. Return the loss as a function of the model's weights, and its scale."""
-    packer, a, chosen = Packer.of(config, shape, mesh), config.algorithm, whole(batch)
+    packer, a = packer_of(config, shape, mesh), config.algorithm
+    every = packer.whole(batch)
     if role == "critic":
         assert batch.return_T is not None
         with torch.enable_grad():
-            critic_step(trainer, batch, chosen, a.value_clip, packer)
-        of_value = value_loss(batch, chosen, a.value_clip)
-        packed = packer.pack(batch, chosen)
+            critic_step(trainer, batch, every, a.value_clip, packer)
+        of_value = value_loss(batch, every.chosen, a.value_clip)
+        packed = packer.pack(batch, every)
         return lambda: float(total(evaluate(trainer.model, packed, of_value), 1, mesh)), 1.0
     head = PolicyHead.configured(trainer.model, mesh, shape.vocab, config, torch.cuda.is_available())
-    own_T = logprobs(trainer.model, head, batch, packer, [chosen])
+    own_T = logprobs(trainer.model, head, batch, packer, [every])
     assert batch.old_logprob_T is not None and batch.advantage_T is not None
     given = replace(batch, old_logprob_T=own_T + batch.old_logprob_T)
-    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
+    loss = ActorLoss(given, minibatch_weights(given, every.chosen, a), a, head)
     with torch.enable_grad():
-        actor_step(trainer, loss, chosen, packer, hold=True)
-    packed = packer.pack(given, chosen)
+        actor_step(trainer, loss, every, packer, hold=True)
+    packed = packer.pack(given, every)
 
     def f() -> float:
         records = evaluate(trainer.model, packed, loss)

@@ -27,10 +27,10 @@ from megatron_stppo.config import Config
 from megatron_stppo.evidence.layouts.counted import Counted
 from megatron_stppo.evidence.layouts.measure import random_batch
 from megatron_stppo.evidence.verify.gradient import built, roles
-from megatron_stppo.evidence.verify.stage import Checked, Stage, judged, plain, whole
+from megatron_stppo.evidence.verify.stage import Checked, Stage, judged, plain
 from megatron_stppo.model import build
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, forward_backward
+from megatron_stppo.model.pipeline import forward_backward, packer_of
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.parallel.collectives import all_reduce_max, all_reduce_sum, gather_records
 from megatron_stppo.parallel.groups import MeshRank
@@ -192,14 +192,16 @@ def compute(
     role: build.Role, trainer: Trainer, config: Config, shape: ModelShape, mesh: MeshRank, batch: Batch
 ) -> None:
     """Compute the gradient of a step, up to its reduction."""
-    packer, a, chosen = Packer.of(config, shape, mesh), config.algorithm, whole(batch)
+    packer, a = packer_of(config, shape, mesh), config.algorithm
+    every = packer.whole(batch)
     trainer.zero()
     if role == "critic":
-        loss: Any = value_loss(batch, chosen, a.value_clip)
+        loss: Any = value_loss(batch, every.chosen, a.value_clip)
     else:
         head = PolicyHead.configured(trainer.model, mesh, shape.vocab, config, torch.cuda.is_available())
-        loss = ActorLoss(replace(batch, old_logprob_T=None), minibatch_weights(batch, chosen, a), a, head)
-    forward_backward(trainer.model, packer.pack(batch, chosen), loss)
+        weight_T = minibatch_weights(batch, every.chosen, a)
+        loss = ActorLoss(replace(batch, old_logprob_T=None), weight_T, a, head)
+    forward_backward(trainer.model, packer.pack(batch, every), loss)
 
 
 def _norm(held: Sequence[OptimizerTensor]) -> float:

@@ -27,15 +27,15 @@ def first_ratio(stage: Stage) -> Iterator[Checked]:
     algorithm = config.algorithm.model_copy(update={"old_policy": "score"})
     scoring = config.model_copy(update={"update": update, "algorithm": algorithm})
     stage.rollouts.load_for("score")
-    batch = score(replace(stage.learner, config=scoring), stage.batch, 0)
+    batch = score(replace(stage.learner, config=scoring), stage.batch)
     batch = replace(batch, advantage_T=stage.random_T(0))
     assert batch.old_logprob_T is not None
     stage.rollouts.load_for("update")
     largest, tokens = 0.0, 0
     head = stage.learner.head(actor.model)
-    for chosen in stage.minibatches():
-        loss = ActorLoss(batch, stage.weights_of(chosen), stage.plain, head)
-        step = actor_step(actor, loss, chosen, stage.learner.packer, hold=True)
+    for minibatch in batch.epochs[0]:
+        loss = ActorLoss(batch, stage.weights_of(minibatch), stage.plain, head)
+        step = actor_step(actor, loss, minibatch, stage.learner.packer, hold=True)
         apart_T = (step.ratios.logprob_T - batch.old_logprob_T)[step.ratios.chosen_T].abs()
         largest = max(largest, float(apart_T.nan_to_num(torch.inf).max()))
         tokens += len(apart_T)
@@ -50,9 +50,9 @@ def first_ratio(stage: Stage) -> Iterator[Checked]:
         yield Checked(LATER, "skipped", "those of the first step are wrong")
         return
     shifted = replace(batch, old_logprob_T=batch.old_logprob_T - SHIFT)
-    chosen = stage.minibatches()[0]
-    loss = ActorLoss(shifted, stage.weights_of(chosen), stage.plain, head)
-    step = actor_step(actor, loss, chosen, stage.learner.packer, hold=True)
+    minibatch = batch.epochs[0][0]
+    loss = ActorLoss(shifted, stage.weights_of(minibatch), stage.plain, head)
+    step = actor_step(actor, loss, minibatch, stage.learner.packer, hold=True)
     k3 = math.expm1(SHIFT) - SHIFT
     measured = step.metrics["actor/kl_to_old"]
     yield judged(

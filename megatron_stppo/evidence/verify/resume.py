@@ -177,7 +177,7 @@ def _iterate(stage: Stage, played: Played | None = None) -> Iterated:
     used = drawn if played is None else played
     given = rewarded(used, _rewards(used, iteration))
     rollouts.load_for("score")
-    batch = score(learner, distribute(learner, given, iteration), iteration)
+    batch = score(learner, distribute(learner, given, iteration))
     batch = estimate(batch, algorithm, groups_of(given.every), own.advantage)
     rollouts.load_for("update")
     row, _, _ = update(learner, batch, iteration, own=own.loss)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch, Task, Trajectory
+from megatron_stppo.base.types import Batch, Minibatch, Task, Trajectory
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import to_batch
@@ -26,7 +26,6 @@ from megatron_stppo.training.colocated import Worker
 from megatron_stppo.training.rollouts import Rollouts, rollout_settings, seed_of
 from megatron_stppo.training.stages import distribute, score
 from megatron_stppo.training.update.actor_step import minibatch_weights
-from megatron_stppo.training.update.minibatches import minibatches
 from megatron_stppo.training.update.own import Own
 
 Verdict = Literal["ok", "fails", "skipped"]
@@ -93,7 +92,7 @@ class Stage:
         self.episodes = everywhere(self.played)
         self.rollouts.load_for("score")
         learner = self.learner
-        self.batch = score(learner, distribute(learner, self.played, 0), 0)
+        self.batch = score(learner, distribute(learner, self.played, 0))
 
     @property
     def learner(self) -> Learner:
@@ -128,18 +127,13 @@ class Stage:
         self.version += 1
         self.rollouts.publish(self.version)
 
-    def minibatches(self) -> list[list[int]]:
-        """Return the trajectories of each optimizer step of the first epoch, as `batch` is distributed."""
-        run, count = self.config.run, self.config.update.minibatches
-        return minibatches(len(self.batch.live_N), count, run.seed, 0, 0, self.batch.first_N)
-
     @property
     def plain(self) -> AlgorithmConfig:
         return plain(self.config.algorithm)
 
-    def weights_of(self, chosen: Sequence[int]) -> Tensor:
+    def weights_of(self, minibatch: Minibatch) -> Tensor:
         """Return the weights of the tokens of a step's loss, [T]."""
-        return minibatch_weights(self.batch, chosen, self.plain)
+        return minibatch_weights(self.batch, minibatch.chosen, self.plain)
 
     def random_T(self, seed: int) -> Tensor:
         """Return a normal number for each action token, in place of advantages: [T]."""
@@ -147,9 +141,8 @@ class Stage:
 
     def logprobs(self, episodes: Sequence[Trajectory]) -> Tensor:
         """Return the trainer's log-probs of the action tokens, float32 [T]; every rank has all episodes."""
-        batch, policy = to_batch(episodes), self.learner.policy
-        every = [list(range(len(batch.live_N)))]
-        return logprobs(policy, self.learner.head(policy), batch, self.learner.packer, every)
+        batch, policy, packer = to_batch(episodes), self.learner.policy, self.learner.packer
+        return logprobs(policy, self.learner.head(policy), batch, packer, [packer.whole(batch)])
 
     def weights(self) -> list[Tensor]:
         """Return a copy of the weights that are trained, on the host."""

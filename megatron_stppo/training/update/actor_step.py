@@ -32,16 +32,16 @@ from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, may_rise,
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.algorithm.selection import leaving
 from megatron_stppo.algorithm.step_memory import StepMemory
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, Minibatch
 from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data.division import Packer, chosen_tokens
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, forward_backward, gather, total
+from megatron_stppo.model.pipeline import forward_backward, gather, total
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
 from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.collectives import any_rank
-from megatron_stppo.training.update.minibatches import chosen_tokens
 from megatron_stppo.training.update.own import own_surrogate
 from megatron_stppo.training.update.ratios import StepRatios
 
@@ -153,13 +153,13 @@ class ActorLoss:
 def actor_step(
     actor: Trainer,
     loss: ActorLoss,
-    chosen: Sequence[int],
+    minibatch: Minibatch,
     packer: Packer,
     hold: bool = False,
     index: int = 0,
     steps: int = 1,
 ) -> ActorStep:
-    """Make one optimizer step on the chosen trajectories. Collective.
+    """Make one optimizer step on the trajectories of the minibatch. Collective.
 
     If the loss or the gradient is not finite on any rank, the step is skipped on all ranks. With `hold`, and
     where no token carries loss, everything is computed and reported, but weights and optimizer state do not
@@ -168,7 +168,7 @@ def actor_step(
     """
     a, mesh, tokens = loss.algorithm, loss.head.mesh, int((loss.weight_T != 0).sum())
     hold = hold or tokens == 0
-    microbatches = packer.pack(loss.batch, chosen)
+    microbatches = packer.pack(loss.batch, minibatch)
     actor.zero()
     records = forward_backward(actor.model, microbatches, loss)
     recorded = total([record.sums for record in records], len(SUMS), mesh)
@@ -189,7 +189,7 @@ def actor_step(
             bias_norm = bias_norms[a.correction]
             scale = correction_scale(a.correction_strength * bias_norm, sums["clipped"], a.correction_floor)
     logprob_T = gather(microbatches, [record.logprob_T for record in records], len(loss.weight_T), mesh)
-    ratios = StepRatios.of(loss.batch, logprob_T, loss.weight_T, chosen, a)
+    ratios = StepRatios.of(loss.batch, logprob_T, loss.weight_T, minibatch.chosen, a)
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
     factor = _rate_scale(actor, loss, ratios, index, steps) if finite else memory.rate_scale
     rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"

@@ -9,27 +9,27 @@ from functools import partial
 from torch import Tensor
 
 from megatron_stppo.algorithm.penalties import clipped_value_loss, weighted_sum
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, Minibatch
+from megatron_stppo.data.division import Packer, chosen_tokens
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.model.pipeline import Packer, forward_backward, total
+from megatron_stppo.model.pipeline import forward_backward, total
 from megatron_stppo.ops.transfer import to_device
-from megatron_stppo.training.update.minibatches import chosen_tokens
 
 
 def critic_step(
-    critic: Trainer, batch: Batch, chosen: Sequence[int], value_clip: float, packer: Packer
+    critic: Trainer, batch: Batch, minibatch: Minibatch, value_clip: float, packer: Packer
 ) -> dict[str, float]:
-    """Make one optimizer step on the chosen trajectories and return the step's metrics. Collective.
+    """Make one optimizer step on the trajectories of the minibatch and return the step's metrics. Collective.
 
     The loss is the mean over their live action tokens on ALL data-parallel ranks. If the loss or the gradient
     is not finite, the step is skipped on all ranks. Without a live token, weights and optimizer state do not
     change.
     """
-    live_T = batch.live_T & chosen_tokens(batch, chosen)
+    live_T = batch.live_T & chosen_tokens(batch, minibatch.chosen)
     critic.zero()
-    loss = value_loss(batch, chosen, value_clip)
-    records = forward_backward(critic.model, packer.pack(batch, chosen), loss)
+    loss = value_loss(batch, minibatch.chosen, value_clip)
+    records = forward_backward(critic.model, packer.pack(batch, minibatch), loss)
     mean_loss = float(total(records, 1, packer.mesh))
     norm = critic.reduce()
     rate = critic.learning_rate

@@ -26,7 +26,7 @@ from megatron_stppo.algorithm.selection import leaving
 from megatron_stppo.algorithm.surrogate import clipped, compared
 from megatron_stppo.base.types import Batch
 from megatron_stppo.config import AlgorithmConfig
-from megatron_stppo.training.update.minibatches import chosen_tokens
+from megatron_stppo.data.division import chosen_tokens
 
 QUANTILES = {"p1": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 

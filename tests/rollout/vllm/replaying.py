@@ -33,7 +33,6 @@ def observe(
     from megatron_stppo.training.advantage import estimate
     from megatron_stppo.training.colocated import assemble
     from megatron_stppo.training.stages import distribute, score, update
-    from megatron_stppo.training.update.minibatches import minibatches
     from tests.rollout.vllm.test_async_steps import schedule_asynchronously
     from tests.training.update.experts import expected, routed, uses
 
@@ -66,18 +65,18 @@ def observe(
     learner = worker.learner
     assert learner.actor is not None
     batch = distribute(learner, played, 0)
-    old_T = score(learner, batch, 0).old_logprob_T
+    old_T = score(learner, batch).old_logprob_T
     assert old_T is not None
     for chunk in learner.actor.chunks:  # the routers alone would choose other experts
         for name, parameter in chunk.named_parameters():
             if name.endswith("router.weight"):
                 parameter.data.neg_()
     with routed(learner.actor.chunks) as used:
-        scored = score(learner, batch, 0)
+        scored = score(learner, batch)
         after_score = len(used)
         update(learner, estimate(scored, config.algorithm, torch.arange(len(batch.live_N)) // SAMPLES), 0)
-    (chosen,) = minibatches(len(batch.live_N), 1, config.run.seed, 0, 0)
-    maps = expected(learner.packer.pack(batch, chosen), learner.shape.experts, learner.mesh, parallel)
+    ((minibatch,),) = batch.epochs
+    maps = expected(learner.packer.pack(batch, minibatch), learner.shape.experts, learner.mesh, parallel)
     return seen | {
         "scheduler": type(worker.engine._core.engine_core.scheduler).__name__,
         "second runner": second_runner(),

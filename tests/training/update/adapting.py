@@ -58,7 +58,7 @@ def steps(
         }
     )
     mesh = groups.initialize(config.parallel)
-    shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
+    shape, a = read_shape(Path(model)), config.algorithm
     learner = build_learner(config, shape, mesh, torch.float32)
     actor, critic, reference = learner.actor, learner.critic, learner.reference
     assert actor is not None and critic is not None and reference is not None
@@ -73,7 +73,9 @@ def steps(
     bytes_of["reference, own"] = sum(own.values())
     bytes_of["critic, trained"] = sum(x.nbytes for chunk in critic.chunks for x in trained(chunk))
     packer = replace(learner.packer, spec=replace(learner.packer.spec, budget=24))
-    everything = (batch := layouts.batch(), packer, [chosen])
+    batch = layouts.batch()
+    every = packer.whole(batch)
+    everything = (batch, packer, [every])
     fresh_T, reference_T = (logprobs(m, learner.head(m), *everything) for m in (actor.chunks, reference))
     without = config.model.model_copy(update={"lora": LoraConfig()})
     plain = config.model_copy(update={"model": without})
@@ -95,11 +97,11 @@ def steps(
         imported = build.from_hf(role, shape, again, mesh, torch.float32, actor.chunks)
         assert torch.equal(logprobs(imported, learner.head(imported), *everything), own_T), role
     given = replace(batch, old_logprob_T=own_T + batch.old_logprob_T)
-    loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
-    step = actor_step(actor, loss, chosen, packer)
+    loss = ActorLoss(given, minibatch_weights(given, every.chosen, a), a, head)
+    step = actor_step(actor, loss, every, packer)
     assert torch.equal(step.ratios.logprob_T, own_T)  # bitwise: the loss uses the scored policy
     assert torch.equal(reference_T, logprobs(reference, learner.head(reference), *everything)), "it is frozen"
-    numbers = step.metrics | critic_step(critic, given, chosen, a.value_clip, packer)
+    numbers = step.metrics | critic_step(critic, given, every, a.value_clip, packer)
     if not distributed:
         for role, model in models.items():
             gradients = {n: p.main_grad for n, p in build.named_parameters(model).items() if p.requires_grad}

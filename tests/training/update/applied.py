@@ -19,7 +19,7 @@ def first_steps(
 
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer, logprobs
+    from megatron_stppo.model.pipeline import logprobs, packer_of
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
@@ -30,11 +30,7 @@ def first_steps(
         update = {"actor": SETTINGS | settings}
         return Config.model_validate({"model": {"path": model}, "update": update, "algorithm": algorithm})
 
-    mesh, shape, chosen = (
-        groups.initialize(config_of({}, 1.0).parallel),
-        read_shape(Path(model)),
-        list(range(8)),
-    )
+    mesh, shape = groups.initialize(config_of({}, 1.0).parallel), read_shape(Path(model))
     found = {}
     for name, algorithm in algorithms.items():
         config = config_of(
@@ -44,15 +40,16 @@ def first_steps(
         actor, a = build.trainer("actor", shape, config, mesh, torch.float32), config.algorithm
         head, packer = (
             PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments),
-            Packer.of(config, shape, mesh),
+            packer_of(config, shape, mesh),
         )
         given = batch(same=0)
-        own_T = logprobs(actor.model, head, given, packer, [chosen])
+        every = packer.whole(given)
+        own_T = logprobs(actor.model, head, given, packer, [every])
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
         parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
         before = [p.detach().clone() for p in parameters]
-        loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
-        numbers = actor_step(actor, loss, chosen, packer).metrics
+        loss = ActorLoss(given, minibatch_weights(given, every.chosen, a), a, head)
+        numbers = actor_step(actor, loss, every, packer).metrics
         gradient = torch.cat([p.main_grad.reshape(-1) for p in parameters])
         moved = torch.cat([(p.detach() - old).reshape(-1) for p, old in zip(parameters, before, strict=True)])
         found[name] = (numbers, gradient.tolist(), moved.tolist())

@@ -43,10 +43,11 @@ def build(
 def scored(model: str, teacher: str, folder: str, parallel: dict[str, Any], rank: int) -> Any:
     """Return the reference's log-probs of layouts.batch."""
     learner = build(model, teacher, folder, parallel, rank)
-    from megatron_stppo.training.stages import score
+    from megatron_stppo.training.stages import divided, score
 
     given = batch()
-    found = score(learner, replace(given, value_T=None, value_R=None, old_logprob_T=None), 0)
+    given = replace(given, value_T=None, value_R=None, old_logprob_T=None)
+    found = score(learner, divided(learner, given, 0))
     return found.reference_logprob_T.tolist()
 
 
@@ -57,12 +58,12 @@ def learned(model: str, teacher: str, folder: str, iterations: int) -> list[tupl
 
     from megatron_stppo.observe.describe import describe_batch
     from megatron_stppo.training.advantage import estimate, has_signal
-    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.stages import divided, score, update
 
     torch.manual_seed(0)
     found, group_N = [], torch.zeros(EPISODES, dtype=torch.int64)
     for iteration in range(iterations):
-        given = score(learner, played(learner), iteration)
+        given = score(learner, divided(learner, played(learner), iteration))
         given = estimate(given, learner.config.algorithm, group_N)
         hold = not has_signal(given, learner.config.algorithm, group_N)
         row, _, given = update(learner, given, iteration, hold)
@@ -77,7 +78,7 @@ def played(learner: Any) -> Any:
 
     from megatron_stppo.model.pipeline import forward_only
 
-    weight, every = learner.head(learner.policy).weight, list(range(EPISODES))
+    weight, packer = learner.head(learner.policy).weight, learner.packer
 
     def next_token(hidden: Any, microbatch: Any) -> Any:
         probability = (hidden @ weight[:VOCABULARY].T).softmax(-1)
@@ -86,7 +87,7 @@ def played(learner: Any) -> Any:
     written: list[tuple[int, ...]] = [()] * EPISODES
     for _ in range(TOKENS):
         asked = episodes([(*own, 0) for own in written])  # the 0 is the token that is asked for
-        token_T = forward_only(learner.actor.model, asked, learner.packer, [every], next_token)
+        token_T = forward_only(learner.actor.model, asked, packer, [packer.whole(asked)], next_token)
         last = token_T[asked.action_offsets[1:] - 1].tolist()
         written = [(*own, int(token)) for own, token in zip(written, last, strict=True)]
     return episodes(written)

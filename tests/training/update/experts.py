@@ -25,7 +25,7 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
     from megatron_stppo.model.experts.routing import recording
-    from megatron_stppo.model.pipeline import Packer, logprobs
+    from megatron_stppo.model.pipeline import logprobs, packer_of
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.parallel.collectives import all_reduce_max
@@ -41,18 +41,19 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
             "algorithm": {"preset": "st_ppo", "routing_replay": "old_policy", "correction": "gradient"},
         }
     )
-    mesh, a, chosen, given = groups.initialize(config.parallel), config.algorithm, list(range(8)), batch()
+    mesh, a, given = groups.initialize(config.parallel), config.algorithm, batch()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     shape = read_shape(Path(model))
     actor = build.trainer("actor", shape, config, mesh, torch.float32)
-    packer = Packer.of(config, shape, mesh)
+    packer = packer_of(config, shape, mesh)
     packer = replace(packer, spec=replace(packer.spec, budget=24))
+    every = packer.whole(given)
     head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
 
     def routes() -> tuple[Any, Any]:
         """Return the actor's log-probs and the routes of the trajectories that this rank trains on."""
         with recording(actor.chunks) as record:
-            own_T = logprobs(actor.model, head, batch(), packer, [chosen])
+            own_T = logprobs(actor.model, head, batch(), packer, [every])
             return own_T, record.routes(len(given.tokens_P))
 
     own_T, old = routes()
@@ -62,9 +63,9 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
     def step(**changes: Any) -> Any:
         """Return the step's numbers, and every map from tokens to experts that it used."""
         at = replace(given, **changes)
-        loss = ActorLoss(at, minibatch_weights(at, chosen, a), a, head)
+        loss = ActorLoss(at, minibatch_weights(at, every.chosen, a), a, head)
         with routed(actor.chunks) as used:
-            numbers = actor_step(actor, loss, chosen, packer).metrics
+            numbers = actor_step(actor, loss, every, packer).metrics
         return numbers, used
 
     saver = saving.Saver(Path(folder), config, mesh.layout)
@@ -80,12 +81,12 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
                 parameter.data.neg_()
     _, new = routes()
     everywhere = partial(all_reduce_max, group=mesh.tensor_and_token_group)  # of all data-parallel ranks
-    every = everywhere(old)
+    chosen_P = everywhere(old)
     _, used = step(routes_P=old)
-    replayed = packer.pack(replace(given, routes_P=old), chosen)
+    replayed = packer.pack(replace(given, routes_P=old), every)
     return {
-        "routes": every.tolist(),
-        "moved": float((every.sort(-1)[0] != everywhere(new).sort(-1)[0]).float().mean()),
+        "routes": chosen_P.tolist(),
+        "moved": float((chosen_P.sort(-1)[0] != everywhere(new).sort(-1)[0]).float().mean()),
         "uses": uses(used, expected(replayed, shape.experts, mesh, parallel)),
         "dummies": sum(int((microbatch.rows_P < 0).sum()) for microbatch in replayed),
         "plain maps": Counter(map(fingerprint, plain_maps)),

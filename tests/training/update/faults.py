@@ -67,19 +67,19 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 
     from megatron_stppo.model.learner import build_learner
     from megatron_stppo.model.policy_head import PolicyHead
-    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.stages import divided, score, update
     from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
     from megatron_stppo.training.update.critic_step import critic_step
 
-    here, nan, a, chosen = dist.get_rank() == 1, float("nan"), config.algorithm, list(range(8))
+    here, nan, a = dist.get_rank() == 1, float("nan"), config.algorithm
     learner = build_learner(config, shape, mesh, torch.float32)
     actor, critic, packer = learner.actor, learner.critic, learner.packer
     head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
-    models, found = (actor, critic), {}
+    models, found, every = (actor, critic), {}, packer.whole(batch())
 
     def spoil(name: str, column: str | None, step: Any, owner: Any = None) -> None:
         """Run a step with a NaN, on this rank, in a column of the batch or in a gradient of the owner."""
-        given = batch()
+        given = divided(learner, batch(), 0)
         if column and here:
             value_T = getattr(given, column)
             value_T[given.action_offsets[:-1]] = nan
@@ -97,15 +97,15 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
         found[name] = (skipped, untouched, actor.skipped, critic.skipped)
 
     def step_actor(given: Any) -> Any:
-        loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
-        return actor_step(actor, loss, chosen, packer).metrics
+        loss = ActorLoss(given, minibatch_weights(given, every.chosen, a), a, head)
+        return actor_step(actor, loss, every, packer).metrics
 
     def step_critic(given: Any) -> Any:
-        return critic_step(critic, given, chosen, a.value_clip, packer)
+        return critic_step(critic, given, every, a.value_clip, packer)
 
     def score_and_update(given: Any) -> Any:
         hook = actor.chunks[0].register_forward_hook(lambda *x: x[-1] * nan) if here else None
-        scored = score(learner, given, 0)
+        scored = score(learner, given)
         if hook is not None:
             hook.remove()
         return update(learner, replace(given, old_logprob_T=scored.old_logprob_T), 0)[0]

@@ -27,7 +27,7 @@ def updates(model: str, folder: str) -> dict[str, Any]:
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.advantage import estimate
     from megatron_stppo.training.guard import dumps
-    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.stages import divided, score, update
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     def config(old_policy: str) -> Any:
@@ -49,18 +49,18 @@ def updates(model: str, folder: str) -> dict[str, Any]:
     scoring, group_N = config("score"), torch.arange(8) % 4
     mesh = groups.initialize(scoring.parallel)
     learner = build_learner(scoring, read_shape(Path(model)), mesh, torch.float32)
-    bare = batch()
+    bare = divided(learner, batch(), CURRENT)
     bare = replace(bare, reward_T=torch.arange(60.0) % 7, value_T=None, value_R=None)
     version_T = torch.full((60,), CURRENT)
     version_T[: 5 + 10 + 3] = version_T[5 + 10 + 6 : 30] = CURRENT - 1
-    now_T = score(learner, bare, CURRENT).old_logprob_T
+    now_T = score(learner, bare).old_logprob_T
     found = {}
     for name, error in (("", 0.0), ("broken ", 0.5)):
         engine_T = now_T - LAG * (CURRENT - version_T) - error * (version_T == CURRENT)
         played = replace(bare, version_T=version_T, rollout_logprob_T=engine_T, old_logprob_T=None)
         for old_policy in ("score", "behaviour"):
             learner.config = config(old_policy)
-            given = estimate(score(learner, played, CURRENT), learner.config.algorithm, group_N)
+            given = estimate(score(learner, played), learner.config.algorithm, group_N)
             row, last, given = update(learner, given, CURRENT, hold=True)
             assert last is not None
             dumps.write(Path(folder), 1, given, group_N, mesh, ["a test"], keep=1)

@@ -174,7 +174,7 @@ def steps(
     from megatron_stppo.config import Config
     from megatron_stppo.data.observed import with_observations
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer, logprobs, values
+    from megatron_stppo.model.pipeline import logprobs, packer_of, values
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
@@ -194,29 +194,30 @@ def steps(
         }
     )
     mesh = groups.initialize(config.parallel)
-    shape, a, chosen = read_shape(Path(model)), config.algorithm, list(range(8))
+    shape, a = read_shape(Path(model)), config.algorithm
     results = []
     for budget in budgets:
         roles = ("actor", "critic", "critic")
         actor, critic, second = (build.trainer(role, shape, config, mesh, torch.float32) for role in roles)
-        packer = Packer.of(config, shape, mesh)
+        packer = packer_of(config, shape, mesh)
         packer = replace(packer, spec=replace(packer.spec, budget=budget))
+        every = packer.whole(batch())
         if mesh.is_last_stage:
             for trainer in (critic, second):
                 trainer.chunks[-1].output_layer.weight.data.copy_(value_head(shape.hidden))
         head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
         if budget != budgets[0]:
             head = replace(head, chunk=5)  # rows: whole turns only
-        own_T = logprobs(actor.model, head, batch(), packer, [chosen])
+        own_T = logprobs(actor.model, head, batch(), packer, [every])
         given = batch()
         given = replace(given, old_logprob_T=own_T + given.old_logprob_T)
-        loss = ActorLoss(given, minibatch_weights(given, chosen, a), a, head)
-        step, ratios = actor_step(actor, loss, chosen, packer), Ratios(given, a)
+        loss = ActorLoss(given, minibatch_weights(given, every.chosen, a), a, head)
+        step, ratios = actor_step(actor, loss, every, packer), Ratios(given, a)
         ratios.add(step.ratios)
         assert torch.equal(step.ratios.logprob_T, own_T)  # bitwise: the loss uses the scored policy
-        value_R = values(critic.model, with_observations(given), packer, [chosen])
-        numbers = step.metrics | ratios.row() | critic_step(critic, given, chosen, a.value_clip, packer)
-        observing = critic_step(second, with_observations(given), chosen, a.value_clip, packer)
+        value_R = values(critic.model, with_observations(given), packer, [every])
+        numbers = step.metrics | ratios.row() | critic_step(critic, given, every, a.value_clip, packer)
+        observing = critic_step(second, with_observations(given), every, a.value_clip, packer)
         numbers |= {f"observing {name}": value for name, value in observing.items()}
         results.append((numbers, own_T.tolist(), value_R.tolist()))
     layouts = training_layouts(shape, mesh.layout)

@@ -41,7 +41,7 @@ def _iterations(
     from megatron_stppo.observe.describe import describe_batch
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.advantage import estimate
-    from megatron_stppo.training.stages import score, update
+    from megatron_stppo.training.stages import divided, score, update
     from megatron_stppo.training.update.ratios import turns
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
@@ -63,7 +63,7 @@ def _iterations(
     rows, scored, records = [], [], []
     for iteration in range(2):
         drawn = torch.Generator().manual_seed(iteration)
-        bare = batch()
+        bare = divided(learner, batch(), iteration)
         nothing = dict.fromkeys(
             (
                 "old_logprob_T",
@@ -76,7 +76,7 @@ def _iterations(
             )
         )
         rewards = torch.randn(len(bare.reward_T), generator=drawn)
-        given = score(learner, replace(bare, reward_T=rewards, **nothing), iteration)
+        given = score(learner, replace(bare, reward_T=rewards, **nothing))
         scored.append(given.old_logprob_T is not None)
         given = estimate(given, config.algorithm, group_N)
         row, last, given = update(learner, given, iteration)

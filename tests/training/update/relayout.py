@@ -27,7 +27,7 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
     from megatron_stppo.checkpoint.convert import export_hf
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer
+    from megatron_stppo.model.pipeline import packer_of
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
@@ -47,7 +47,8 @@ def three_steps(root: str, moves: list[tuple[str, dict[str, Any], dict[str, Any]
     def step(config: Any, mesh: Any, actor: Any, chosen: list[int]) -> None:
         head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=config.algorithm.segments)
         loss = ActorLoss(given, minibatch_weights(given, chosen, config.algorithm), config.algorithm, head)
-        actor_step(actor, loss, chosen, Packer.of(config, shape, mesh))
+        packer = packer_of(config, shape, mesh)
+        actor_step(actor, loss, packer.divide(given, chosen), packer)
 
     def save(name: str, config: Any, mesh: Any, actor: Any) -> None:
         saver = saving.Saver(folder / name, config, mesh.layout)

@@ -19,7 +19,7 @@ def observe(model: str, parallel: dict[str, Any], budget: int) -> dict[str, Any]
 
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import Packer, _run
+    from megatron_stppo.model.pipeline import _run, packer_of
     from megatron_stppo.parallel import groups
     from megatron_stppo.weights.sharding.hf_names import read_shape
     from tests.training.update.layouts import batch
@@ -29,7 +29,7 @@ def observe(model: str, parallel: dict[str, Any], budget: int) -> dict[str, Any]
     mesh, shape, given = groups.initialize(config.parallel), read_shape(Path(model)), batch()
     policy = build.from_hf("actor", shape, config, mesh, torch.float64)
     policy = [chunk.requires_grad_() for chunk in policy]
-    packer = Packer.of(config, shape, mesh)
+    packer = packer_of(config, shape, mesh)
 
     def loss(hidden: Any, microbatch: Any) -> tuple[Any, Any]:
         weight = policy[-1].vocabulary_weight()
@@ -45,7 +45,7 @@ def observe(model: str, parallel: dict[str, Any], budget: int) -> dict[str, Any]
     for share in (False, True):
         assert packer.spec.share_prefixes, "auto shares where it can"
         one = replace(packer, spec=replace(packer.spec, budget=budget, share_prefixes=share))
-        microbatches = one.pack(given, range(8))
+        microbatches = one.pack(given, one.whole(given))
         policy_grads = [p for chunk in policy for p in chunk.parameters()]
         for parameter in policy_grads:
             parameter.grad = None
@@ -85,8 +85,8 @@ def stages() -> list[list[int]]:
     import torch
 
     from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.data.division import Packer
     from megatron_stppo.data.packing import PackingSpec
-    from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.parallel import groups
     from tests.data.test_prefixes import played
 
@@ -95,7 +95,7 @@ def stages() -> list[list[int]]:
     routes_P = torch.full((12, 2, 1), stage, dtype=torch.uint8)
     routes_P[7], routes_P[10] = 2 * stage, 1 - stage
     packer = Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu", by_route=True)
-    found = packer.pack(replace(given, routes_P=routes_P), range(4))
+    found = packer.pack(replace(given, routes_P=routes_P), packer.whole(given))
     return [sorted(one.tokens_P.tolist()) for one in found]
 
 
@@ -105,13 +105,14 @@ def dealt() -> list[list[int]]:
     process.prepare(engine=False)
     from types import SimpleNamespace
 
+    from megatron_stppo.data.division import Packer
     from megatron_stppo.data.packing import PackingSpec
-    from megatron_stppo.model.pipeline import Packer
     from tests.data.test_prefixes import played
 
     given = played(*((*range(10), 20 + n) for n in range(3)), tuple(range(30, 41)), prompt=10)
     mesh: Any = SimpleNamespace(data_size=2)
-    return Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu").partition(given, range(4))
+    packer = Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu")
+    return [list(part) for part in packer.whole(given).parts]
 
 
 def obstacles() -> list[tuple[str, str]]:
@@ -144,15 +145,15 @@ def with_experts() -> list[int]:
     trajectories of `dealt` and a budget of one trajectory."""
     process.prepare(engine=False)
     from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.data.division import Packer
     from megatron_stppo.data.packing import PackingSpec
-    from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.parallel import groups
     from tests.data.test_prefixes import played
 
     given = played(*((*range(10), 20 + n) for n in range(3)), tuple(range(30, 41)), prompt=10)
     mesh = groups.initialize(ParallelConfig(expert=2))
     packer = Packer(PackingSpec(11, share_prefixes=True), mesh, 8, "cpu")
-    return [one.tokens for one in packer.pack(given, range(4))]
+    return [one.tokens for one in packer.pack(given, packer.whole(given))]
 
 
 def kept() -> None:
@@ -161,28 +162,29 @@ def kept() -> None:
     import torch
 
     from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.data.division import Packer
     from megatron_stppo.data.packing import PackingSpec
-    from megatron_stppo.model.pipeline import Packer
     from megatron_stppo.parallel import groups
     from tests.data.test_prefixes import played
 
     given, mesh = played((1, 2, 3), (1, 2, 4), (1, 2, 5)), groups.initialize(ParallelConfig())
     for by_route in (False, True):
         packer = Packer(PackingSpec(100, share_prefixes=True), mesh, 8, "cpu", by_route)
-        assert packer.pack(given, [2, 0])[0] is not packer.pack(given, [2, 0])[0]
-        packer.keep([[2, 0], [1]])
-        (one,) = packer.pack(given, [2, 0])
+        two, other = packer.divide(given, [2, 0]), packer.divide(given, [1])
+        assert packer.pack(given, two)[0] is not packer.pack(given, two)[0]
+        packer.keep([two, other])
+        (one,) = packer.pack(given, two)
         scored = replace(given, old_logprob_T=torch.zeros(6))
-        assert packer.pack(scored, [2, 0])[0] is one
-        assert packer.pack(scored, [2, 0], 1)[0].tokens == 3
-        assert packer.pack(replace(given, action_index_T=given.action_index_T.clone()), [2, 0])[0] is not one
+        assert packer.pack(scored, two)[0] is one
+        assert packer.pack(scored, two.first(1))[0].tokens == 3
+        assert packer.pack(replace(given, action_index_T=given.action_index_T.clone()), two)[0] is not one
         # the second token of the third trajectory has another expert
         routes_P = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 0], dtype=torch.uint8)[:, None, None]
-        (routed,) = packer.pack(replace(given, routes_P=routes_P), [2, 0])
+        (routed,) = packer.pack(replace(given, routes_P=routes_P), two)
         assert (routed.tokens_P is one.tokens_P) != by_route and len(routed.tokens_P) == 4 + by_route
         assert routed.routes_P is not None and len(routed.routes_P) == len(routed.tokens_P)
-        assert one.routes_P is None is packer.pack(scored, [2, 0])[0].routes_P
-        packer.keep([[2, 0]])
-        assert packer.pack(given, [2, 0])[0] is one
-        packer.keep([[1]])
-        assert packer.pack(given, [2, 0])[0] is not one
+        assert one.routes_P is None is packer.pack(scored, two)[0].routes_P
+        packer.keep([two])
+        assert packer.pack(given, two)[0] is one
+        packer.keep([other])
+        assert packer.pack(given, two)[0] is not one

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from megatron_stppo.training.update.minibatches import minibatches
+from megatron_stppo.data.division import minibatches
 
 
 def test_seed_iteration_and_epoch_each_change_the_minibatches() -> None:
