@@ -1,5 +1,5 @@
-"""The web application: POST /NAME/v1/.. for the paths of protocols/apis.py, GET /NAME/v1/models and
-/NAME/v1/models/MODEL, HEAD /NAME.
+"""The web application: POST /NAME/v1/.. for the paths of APIS, GET /NAME/v1/models and /NAME/v1/models/MODEL,
+HEAD /NAME.
 
 NAME is that of an episode, whose token every request must have. The token is checked before a body is read.
 All errors are JSON in the form of the API.
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -21,14 +22,50 @@ from starlette.routing import Route
 
 from megatron_stppo.agents.endpoint.session import ENDED, Session
 from megatron_stppo.agents.protocols import body
-from megatron_stppo.agents.protocols.apis import APIS, Api, error_object
-from megatron_stppo.agents.protocols.asks import Ask
+from megatron_stppo.agents.protocols.anthropic_messages import (
+    messages_ask,
+    messages_error,
+    messages_events,
+    messages_object,
+)
 from megatron_stppo.agents.protocols.body import Refusal
-from megatron_stppo.agents.protocols.reply import Reply
+from megatron_stppo.agents.protocols.exchange import Ask, Json, Reply
+from megatron_stppo.agents.protocols.openai_chat import (
+    chat_ask,
+    chat_events,
+    chat_object,
+    text_ask,
+    text_events,
+    text_object,
+)
+from megatron_stppo.agents.protocols.openai_responses import (
+    responses_ask,
+    responses_events,
+    responses_object,
+)
 
 log = logging.getLogger(__name__)
 # The same answer for an unknown name, a name of another episode and a wrong token.
 UNKNOWN = "wrong API key, or no such episode"
+
+
+@dataclass(frozen=True)
+class Api:
+    """What an API makes of a body, and in which form it answers."""
+
+    ask: Callable[[Json, bool], Ask]  # the bool: whether the run can parse calls of tools; raises Refusal
+    whole: Callable[[Reply, str, Ask], Json]
+    events: Callable[[Reply, str, Ask], Iterator[str]]  # server-sent
+    max_items: int = body.MAX_ITEMS  # of a body
+
+
+APIS = {  # by path below the base URL
+    "/chat/completions": Api(chat_ask, chat_object, chat_events),
+    "/completions": Api(text_ask, text_object, text_events, body.MAX_BYTES),
+    "/messages": Api(messages_ask, messages_object, messages_events),
+    "/messages/count_tokens": Api(partial(messages_ask, counts=True), messages_object, messages_events),
+    "/responses": Api(responses_ask, responses_object, responses_events),
+}
 PATHS = f"GET BASE_URL/models, POST BASE_URL + {', '.join(APIS)}"
 
 
@@ -110,7 +147,8 @@ async def _answered(doors: Doors, request: Request, api: Api) -> Response:
     session.admit()
     try:
         try:
-            ask = api.ask(await _content(request, doors.body_seconds), doors.has_parser)
+            content = body.read(await _content(request, doors.body_seconds), api.max_items)
+            ask = api.ask(content, doors.has_parser)
         except Refusal as refusal:
             session.refuse(refusal)
             raise
@@ -170,6 +208,9 @@ async def _left(request: Request) -> None:
 
 
 def _refusal(error: Refusal, request: Request) -> Response:
+    """Return the answer to a refused request, in the form of the API to which its path belongs."""
+    info = {"message": str(error), "type": error.code, "param": None, "code": error.status}
+    content = messages_error(error) if "/messages" in request.url.path else {"error": info}
     # a body may be unread
     close = {"connection": "close"} if error.status in (401, 404, 405, 408, 413, 429, 500) else {}
-    return JSONResponse(error_object(error, request.url.path), error.status, headers=close)
+    return JSONResponse(content, error.status, headers=close)

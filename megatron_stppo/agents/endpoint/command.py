@@ -1,10 +1,17 @@
-"""An agent that is a program: one process per episode, which leaves no process and no file behind."""
+"""An agent that is a program: one process per episode, which leaves no process and no file behind.
+
+A process belongs to a command if it is in the command's session, if its environment has the key of the
+episode, or if it descends from such a process. One that starts a session of its own, clears its environment
+and outlives its parents is not found: only a sandbox with its own process ids ends that one too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
+import signal
 import tempfile
 import time
 from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
@@ -12,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
-from megatron_stppo.agents.endpoint import leftovers
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Task
 from megatron_stppo.environments.base import AgentEpisode
@@ -21,6 +27,9 @@ MOST_IN_VARIABLE = 100_000  # bytes of a task: Linux limits a variable to 128 Ki
 # The variables that a command gets from the run, besides those of environment.command_variables.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "NO_PROXY", "no_proxy")
 MAX_OUTPUT = 2**16  # bytes of a command's output that are kept, the last ones
+PATIENCE = 2.0  # seconds for processes to be gone after they were killed
+TICKS = os.sysconf("SC_CLK_TCK")  # per second, the unit of the start of a process
+log = logging.getLogger(__name__)
 
 
 class CommandFailed(RuntimeError):
@@ -62,8 +71,8 @@ async def _played(command: Sequence[str], environment: dict[str, str], task: str
         await protocol.exited.wait()
     finally:
         feeding.cancel()  # a program need not read its task
-        await asyncio.to_thread(leftovers.kill, process.pid, environment["OPENAI_API_KEY"], since)
-        await asyncio.wait({ending}, timeout=leftovers.PATIENCE)  # the rest of the output
+        await asyncio.to_thread(kill, process.pid, environment["OPENAI_API_KEY"], since)
+        await asyncio.wait({ending}, timeout=PATIENCE)  # the rest of the output
         transport.close()  # if a process holds the output that could not be found
     (out, err), status = await ending
     if status:
@@ -123,3 +132,44 @@ async def _last(stream: asyncio.StreamReader) -> bytes:
     while part := await stream.read(MAX_OUTPUT):
         kept = (kept + part)[-MAX_OUTPUT:]
     return kept
+
+
+def kill(leader: int, key: str, since: float) -> None:
+    """Kill the processes of a command, again until none is left, because they may start others meanwhile.
+
+    leader: process id of the command, which leads its session. key: a text that only environments of this
+    episode contain. since: seconds of CLOCK_BOOTTIME before which none of them was started.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while left := _running(leader, key.encode(), int((since - 1.0) * TICKS)):
+        if time.monotonic() > deadline:
+            log.warning("%d processes of a command cannot be killed: %s", len(left), sorted(left)[:5])
+            break
+        for process in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _running(leader: int, key: bytes, since: int) -> set[int]:
+    parents: dict[int, int] = {}
+    found: set[int] = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        process = int(name)
+        with suppress(OSError):  # it has ended, or another user owns it
+            # after the program's name in parentheses: state, parent, process group, session, ..., start
+            fields = _read(process, "stat").rpartition(b")")[2].split()
+            state, parent, session, start = fields[0], int(fields[1]), int(fields[3]), int(fields[19])
+            if start < since or state in (b"Z", b"X"):  # it is older, or has ended
+                continue
+            parents[process] = parent
+            if session == leader or key in _read(process, "environ"):
+                found.add(process)
+    while more := {process for process, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def _read(process: int, name: str) -> bytes:
+    with open(f"/proc/{process}/{name}", "rb", buffering=0) as file:
+        return file.read()

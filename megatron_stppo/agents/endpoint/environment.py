@@ -14,9 +14,8 @@ from megatron_stppo.agents.endpoint.agents import Agent, result_of
 from megatron_stppo.agents.endpoint.recorder import Recorder, Rules
 from megatron_stppo.agents.endpoint.server import Endpoint
 from megatron_stppo.agents.endpoint.session import ENDED, Session
-from megatron_stppo.agents.protocols.asks import Ask
 from megatron_stppo.agents.protocols.body import Refusal
-from megatron_stppo.agents.protocols.reply import Reply
+from megatron_stppo.agents.protocols.exchange import Ask, Reply
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Task
 from megatron_stppo.environments.base import (

@@ -20,10 +20,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.tool_parsers import ToolParser
 
 from megatron_stppo.agents.endpoint.histories import Histories, Match
-from megatron_stppo.agents.protocols.asks import Ask
 from megatron_stppo.agents.protocols.body import Refusal
-from megatron_stppo.agents.protocols.chat_messages import compared, template_messages
-from megatron_stppo.agents.protocols.reply import Reply
+from megatron_stppo.agents.protocols.chat_messages import Turn, compared, template_messages
+from megatron_stppo.agents.protocols.exchange import Ask, Reply
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.text.conversation import encode_after, encode_conversation
 from megatron_stppo.data.text.plain_text import beginning, decode_plain, encode_plain
@@ -192,11 +191,7 @@ def _repeated(ask: Ask, reply: Reply) -> Any:
     """Return the units with which a client repeats the completion, after those of the request."""
     if not ask.chat:
         return reply.text if isinstance(ask.units, str) else reply.token_ids
-    calls = [
-        {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for call, name, arguments in reply.calls
-    ]
-    (message,) = template_messages([{"role": "assistant", "content": reply.text, "tool_calls": calls}])
+    (message,) = template_messages([Turn(reply.text, calls=reply.tool_calls).message()])
     return (compared(message),)
 
 

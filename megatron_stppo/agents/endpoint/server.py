@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron_stppo.agents.endpoint.app import Doors, application
 from megatron_stppo.agents.endpoint.session import DEFAULT, EndpointLimits, Session
-from megatron_stppo.agents.protocols.asks import Ask
+from megatron_stppo.agents.protocols.exchange import Ask
 from megatron_stppo.environments.choose import listen_for_agents
 
 LOOPBACK = "127.0.0.1"

@@ -12,8 +12,8 @@ import secrets
 import time
 from dataclasses import dataclass, field
 
-from megatron_stppo.agents.protocols.asks import Ask
 from megatron_stppo.agents.protocols.body import Refusal
+from megatron_stppo.agents.protocols.exchange import Ask
 
 ENDED = "the episode has ended"
 KINDS = 8  # of refusals that are noted

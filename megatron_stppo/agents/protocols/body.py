@@ -35,7 +35,8 @@ _TYPES: tuple[tuple[str, tuple[type, ...], str], ...] = (
         "a text",
     ),
     (
-        "metadata stream_options cache_control client_metadata prompt_cache_options diagnostics",
+        "metadata stream_options cache_control client_metadata prompt_cache_options diagnostics thinking "
+        "output_config context_management",
         (dict,),
         "an object",
     ),

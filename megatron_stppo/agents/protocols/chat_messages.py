@@ -5,11 +5,32 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_stppo.agents.protocols.body import BETWEEN, Refusal
+from megatron_stppo.agents.protocols.body import Refusal, listed, texts
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+@dataclass
+class Turn:
+    """A turn of the assistant, whose parts other APIs have one by one: thinking, a text, calls of tools."""
+
+    text: str | None = None
+    thinking: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)  # of function_call
+
+    def message(self) -> dict[str, Any]:
+        """Return the turn as one message of a chat."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text or ""}
+        parts = {"reasoning_content": self.thinking, "tool_calls": self.calls}
+        return message | {name: part for name, part in parts.items() if part}
+
+
+def function_call(call: object, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call of a tool as a chat has it. call: its id."""
+    return {"id": str(call), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def template_messages(given: Sequence[Any]) -> list[dict[str, Any]]:
@@ -85,27 +106,16 @@ def _template_message(where: str, message: Any) -> dict[str, Any]:
         raise Refusal(400, f"{where}: must be an object with a role of {', '.join(sorted(ROLES))}")
     # OpenAI's new name of the system role; many templates would leave out its messages
     role = "system" if message["role"] == "developer" else message["role"]
-    out = {"role": role, "content": _text(where, message.get("content"), role)}
+    content = "" if message.get("content") is None else message["content"]
+    out = {"role": role, "content": texts(f"{where}.content", content, role=role)}
     if calls := message.get("tool_calls"):
-        out["tool_calls"] = [_call(f"{where}.tool_calls", call) for call in _list(where, calls)]
+        out["tool_calls"] = [_call(f"{where}.tool_calls", call) for call in listed(where, calls)]
     for name in ("tool_call_id", "name"):
         if isinstance(value := message.get(name), str):
             out[name] = value
     # vLLM's record of a request has renamed reasoning_content, which is what templates read
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return out | ({"reasoning_content": reasoning} if reasoning and isinstance(reasoning, str) else {})
-
-
-def _text(where: str, content: Any, role: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        for part in _list(where, content)
-    ]
-    if not all(isinstance(part, str) for part in parts):
-        raise Refusal(400, f"{where}.content: only text is supported")
-    return BETWEEN.get(role, "").join(part for part in parts if part is not None)
 
 
 def _call(where: str, call: Any) -> dict[str, Any]:
@@ -132,9 +142,3 @@ def _canonical(arguments: Any) -> str:
 def _number(text: str) -> float:
     number = float(text)
     return int(number) if number.is_integer() else number
-
-
-def _list(where: str, value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise Refusal(400, f"{where}: must be a list")
-    return value

@@ -8,11 +8,16 @@ from typing import Any
 
 from vllm.tool_parsers import ToolParserManager
 
-from megatron_stppo.agents.protocols.asks import Ask
+from megatron_stppo.agents.protocols.anthropic_messages import (
+    ACCEPTED,
+    IGNORED,
+    messages_ask,
+    messages_error,
+    messages_events,
+    messages_object,
+)
 from megatron_stppo.agents.protocols.body import Refusal
-from megatron_stppo.agents.protocols.messages_reply import messages_error, messages_events, messages_object
-from megatron_stppo.agents.protocols.messages_request import ACCEPTED, IGNORED, messages_ask
-from megatron_stppo.agents.protocols.reply import Reply
+from megatron_stppo.agents.protocols.exchange import Ask, Reply
 from tests.agents.endpoint.claims_hostile import ask, head, send, serving
 from tests.agents.endpoint.claims_recorder import answered, asked, recorder
 from tests.agents.endpoint.claims_requests import VALUES, refusal

@@ -10,8 +10,8 @@ from typing import Any
 from vllm.tool_parsers import ToolParserManager
 
 from megatron_stppo.agents.endpoint.recorder import Recorder
-from megatron_stppo.agents.protocols.asks import chat_ask, text_ask
-from megatron_stppo.agents.protocols.reply import Reply
+from megatron_stppo.agents.protocols.exchange import Reply
+from megatron_stppo.agents.protocols.openai_chat import chat_ask, text_ask
 from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.environments.base import Completion, Request
 from tests.agents.endpoint.claims_requests import TOOL, refusal, strict

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from megatron_stppo.agents.protocols import body, messages_request, responses_request
-from megatron_stppo.agents.protocols.asks import ACCEPTED, IGNORED, chat_ask, text_ask
+from megatron_stppo.agents.protocols import anthropic_messages, body, openai_responses
 from megatron_stppo.agents.protocols.body import TYPES, Refusal
 from megatron_stppo.agents.protocols.chat_messages import compared, template_messages
-from megatron_stppo.agents.protocols.reply import Reply, chat_chunks, chat_object, text_chunks, text_object
+from megatron_stppo.agents.protocols.exchange import Ask, Reply
+from megatron_stppo.agents.protocols.openai_chat import (
+    ACCEPTED,
+    IGNORED,
+    chat_ask,
+    chat_events,
+    chat_object,
+    text_ask,
+    text_events,
+    text_object,
+)
 from tests.agents.endpoint.world import World
 from tests.documented import NAME, rows
 
@@ -57,6 +66,12 @@ def chat(**given: Any) -> Any:
     return chat_ask({"messages": HI} | given, has_parser=True)
 
 
+def streamed(events: Iterable[str]) -> list[dict[str, Any]]:
+    *chunks, end = events
+    assert end == "data: [DONE]\n\n"
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
 def strict(schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "search", "parameters": schema, "strict": True}}
 
@@ -72,7 +87,7 @@ def test_every_accepted_and_ignored_field_has_its_row_in_docs_agents_md(world: W
 
 
 def test_every_ignored_field_has_a_type(world: World) -> None:
-    assert IGNORED | messages_request.IGNORED | responses_request.IGNORED <= TYPES.keys()
+    assert IGNORED | anthropic_messages.IGNORED | openai_responses.IGNORED <= TYPES.keys()
 
 
 def test_sampling_of_the_client_is_ignored(world: World) -> None:
@@ -196,18 +211,19 @@ def test_a_stream_has_the_calls_of_tools_and_the_tokens_once(world: World) -> No
     reply = Reply(
         "I look.", (("c1", "f", '{"a": 1}'),), "tool_calls", None, 2, (1, 2), (5, 6), ("x", "y"), (-0.5, -1.0)
     )
-    chunks = list(chat_chunks(reply, "m", usage=True))
+    ask: Ask = chat(stream=True, stream_options={"include_usage": True})
+    chunks = streamed(chat_events(reply, "m", ask))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     assert [delta.get("content") for delta in deltas[:2]] == ["", "I look."]
     (call,) = deltas[2]["tool_calls"]
     assert (call["id"], call["function"]) == ("c1", {"name": "f", "arguments": '{"a": 1}'})
     choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
-    assert [choice["token_ids"] for choice in choices if "token_ids" in choice] == [(5, 6)]
+    assert [choice["token_ids"] for choice in choices if "token_ids" in choice] == [[5, 6]]
     assert [len(choice["logprobs"]["content"]) for choice in choices if "logprobs" in choice] == [2]
     assert choices[-1]["finish_reason"] == "tool_calls" and chunks[-1]["usage"]["total_tokens"] == 4
-    whole = chat_object(reply, "m")["choices"][0]
+    whole = chat_object(reply, "m", ask)["choices"][0]
     assert whole["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    (text, usage), plain = text_chunks(reply, "m", usage=True), text_object(reply, "m")
+    (text, usage), plain = streamed(text_events(reply, "m", ask)), text_object(reply, "m", ask)
     assert text["choices"][0]["text"] == plain["choices"][0]["text"] == "I look."
     assert usage["usage"] == plain["usage"]
     assert plain["choices"][0]["logprobs"]["text_offset"] == [0, 1]

@@ -10,9 +10,15 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from vllm.tool_parsers import ToolParserManager
 
-from megatron_stppo.agents.protocols.asks import Ask, chat_ask
-from megatron_stppo.agents.protocols.responses_reply import responses_events, responses_object
-from megatron_stppo.agents.protocols.responses_request import ACCEPTED, IGNORED, responses_ask
+from megatron_stppo.agents.protocols.exchange import Ask
+from megatron_stppo.agents.protocols.openai_chat import chat_ask
+from megatron_stppo.agents.protocols.openai_responses import (
+    ACCEPTED,
+    IGNORED,
+    responses_ask,
+    responses_events,
+    responses_object,
+)
 from megatron_stppo.environments.base import AgentEpisode
 from tests.agents.endpoint.claims_agents import check_log_probs, client
 from tests.agents.endpoint.claims_messages import events, reply

@@ -1,22 +1,26 @@
-"""What a request asks for, from the JSON of its body. Sampling is the run's: a client cannot change it.
+"""OpenAI's APIs for chats and for texts: what a request asks for, and a reply as an object, or in chunks.
 
-Each field of a request is accepted (it has the meaning of the OpenAI API, within the limits of the run),
-ignored (any value, without effect) or refused with status 400. A field that is null or has its default value
-is never refused. docs/agents.md has the table for users.
+Sampling is the run's: a client cannot change it. Each field of a request is accepted (it has the meaning of
+the OpenAI API, within the limits of the run), ignored (any value, without effect) or refused with status 400.
+A field that is null or has its default value is never refused. docs/agents.md has the table for users.
+
+The engine returns whole turns. A stream therefore begins when the turn is complete. The objects are those of
+OpenAI's API, with vLLM's additions stop_reason, token_ids and prompt_token_ids.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from jsonschema import Draft202012Validator, SchemaError
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from referencing import Registry
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -24,17 +28,11 @@ from vllm.exceptions import VLLMValidationError
 
 from megatron_stppo.agents.protocols.body import Refusal, fields, listed
 from megatron_stppo.agents.protocols.chat_messages import check_calls, compared, template_messages
-from megatron_stppo.agents.protocols.reply import Reply
+from megatron_stppo.agents.protocols.exchange import Ask, Json, Reply
 
-BOTH = {
-    "max_tokens",
-    "stop",
-    "include_stop_str_in_output",
-    "stream",
-    "stream_options",
-    "logprobs",
-    "return_token_ids",
-}
+BOTH = frozenset(
+    "max_tokens stop include_stop_str_in_output stream stream_options logprobs return_token_ids".split()
+)
 ACCEPTED = {
     "chat": BOTH | {"messages", "tools", "tool_choice", "max_completion_tokens"},
     "text": BOTH | {"prompt"},
@@ -52,7 +50,6 @@ IGNORED = frozenset(
     # form of the text: special tokens that the policy writes are text
     "skip_special_tokens spaces_between_special_tokens stream_interval".split()
 )
-_PROTOCOLS: dict[str, type[BaseModel]] = {"chat": ChatCompletionRequest, "text": CompletionRequest}
 # by field, the values that change nothing: vLLM's default and OpenAI's
 _DEFAULTS = {
     kind: {name: [value] for name, value in DEFAULTS.items()}
@@ -60,51 +57,11 @@ _DEFAULTS = {
         name: [f.get_default(call_default_factory=False), *([DEFAULTS[name]] if name in DEFAULTS else [])]
         for name, f in protocol.model_fields.items()
     }
-    for kind, protocol in _PROTOCOLS.items()
+    for kind, protocol in (("chat", ChatCompletionRequest), ("text", CompletionRequest))
 }
+Protocol = TypeVar("Protocol", ChatCompletionRequest, CompletionRequest)
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MOST_TOKENS = 2**31 - 1  # used for any larger max_tokens, which ranks could not exchange
-
-
-@dataclass
-class Ask:
-    """One request of an agent for a completion.
-
-    Example: Ask("text", "Once upon", api="text") of a text completion.
-    """
-
-    kind: Hashable  # see Histories: what must be equal for a history to be continued
-    units: Sequence[Hashable]  # see Histories
-    api: str  # in whose form the reply is sent: chat, text, messages or responses
-    messages: list[dict[str, Any]] = field(default_factory=list)  # of a chat
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    stop: tuple[str, ...] = ()
-    keep_stop: bool = False  # whether the stop string is part of the returned text
-    max_tokens: int | None = None
-    stream: bool = False
-    usage_in_stream: bool = False
-    logprobs: bool = False
-    token_ids: bool = False  # whether they are returned
-    thinking: bool = False  # messages, responses: whether thinking is sent apart from the text
-    sealed: bool = False  # responses: whether the client wants thinking in a form that it can send back
-    strict: dict[str, Draft202012Validator] = field(
-        default_factory=dict
-    )  # of a tool's arguments, by its name
-    namespaces: dict[str, str | None] = field(default_factory=dict)  # responses: by the name of a tool
-    counts: bool = False  # asks for the number of tokens instead of a completion
-    request: ChatCompletionRequest | None = None  # for a tool parser; None if no tool may be called
-    digest: bytes = b""  # equal for equal requests
-    is_retry: bool = False  # the client says so
-    abandoned: bool = False  # the client has closed the connection without reading the reply
-    reply: Future[Reply | int | Refusal] = field(default_factory=Future)
-
-    @property
-    def chat(self) -> bool:
-        return self.api != "text"
-
-    def forget(self) -> None:
-        """Drop the conversation, which is not needed once a reply is made."""
-        self.kind, self.units, self.messages, self.tools, self.request = None, (), [], [], None
 
 
 def chat_ask(body: Mapping[str, Any], has_parser: bool, in_order: bool = True) -> Ask:
@@ -112,18 +69,15 @@ def chat_ask(body: Mapping[str, Any], has_parser: bool, in_order: bool = True) -
 
     has_parser: whether the run can parse calls of tools. in_order: see check_calls.
     """
-    given = _accepted("chat", body)
+    given = fields(body, ACCEPTED["chat"], IGNORED, _DEFAULTS["chat"])
     request = _validated(ChatCompletionRequest, given)
-    assert isinstance(request, ChatCompletionRequest)
     messages = template_messages(given.get("messages") or ())
     check_calls(messages, in_order)
     tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
     strict = dict(_strict(tools))
     if tools and not has_parser:
         raise Refusal(400, "tools: environment.tool_parser is not set; name vLLM's parser for the model")
-    if given.get("tool_choice") not in (None, "auto", "none"):
-        raise Refusal(400, "tool_choice: only auto and none are supported, which do not change the sampling")
-    calls_tools = tools and given.get("tool_choice") != "none"
+    calls_tools = tools and tool_choice(given.get("tool_choice")) != "none"
     return Ask(
         kind=("chat", json.dumps(tools, sort_keys=True)),
         units=tuple(map(compared, messages)),
@@ -137,12 +91,12 @@ def chat_ask(body: Mapping[str, Any], has_parser: bool, in_order: bool = True) -
     )
 
 
-def text_ask(body: Mapping[str, Any]) -> Ask:
+def text_ask(body: Mapping[str, Any], has_parser: bool = False) -> Ask:
     """Return what POST /v1/completions asks for. Raises Refusal.
 
     A list of token ids is taken as it is. In a text, special tokens are text.
     """
-    given = _accepted("text", body)
+    given = fields(body, ACCEPTED["text"], IGNORED, _DEFAULTS["text"])
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]
@@ -150,7 +104,6 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
     if not prompt or not (is_text or (isinstance(prompt, list) and all(type(i) is int for i in prompt))):
         raise Refusal(400, "prompt: must be one text or one list of token ids, and not empty")
     request = _validated(CompletionRequest, given | {"prompt": "a"})  # the real prompt is checked above
-    assert isinstance(request, CompletionRequest)
     if request.logprobs not in (None, 0, 1):
         raise Refusal(400, "logprobs: only those of the sampled tokens are known; give 0 or 1")
     return Ask(
@@ -162,8 +115,12 @@ def text_ask(body: Mapping[str, Any]) -> Ask:
     )
 
 
-def _accepted(kind: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    return fields(body, ACCEPTED[kind], IGNORED, _DEFAULTS[kind])
+def tool_choice(choice: Any) -> str | None:
+    """Return a choice that does not change the sampling. Raises Refusal for others."""
+    if choice not in (None, "auto", "none"):
+        raise Refusal(400, "tool_choice: only auto and none are supported, which do not change the sampling")
+    chosen: str | None = choice
+    return chosen
 
 
 def _common(given: Mapping[str, Any], request: ChatCompletionRequest | CompletionRequest) -> dict[str, Any]:
@@ -233,7 +190,7 @@ def _strict(tools: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Draft202012V
             yield function["name"], Draft202012Validator(schema, registry=Registry())
 
 
-def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel:
+def _validated(protocol: type[Protocol], given: Mapping[str, Any]) -> Protocol:
     """Return vLLM's record of the request. Raises Refusal with its first error."""
     try:
         return protocol.model_validate({name: value for name, value in given.items() if name != "stop"})
@@ -243,3 +200,95 @@ def _validated(protocol: type[BaseModel], given: Mapping[str, Any]) -> BaseModel
         raise Refusal(400, f"{where}: {first['msg']}") from None
     except (VLLMValidationError, ValueError, TypeError) as error:  # of vLLM's own validators
         raise Refusal(400, str(error)) from None
+
+
+def chat_object(reply: Reply, model: str, ask: Ask) -> Json:
+    """Return the answer to a chat request as one object."""
+    # OpenAI's content of a message that only calls tools is null
+    content = reply.text if reply.text or not reply.calls else None
+    message = {"role": "assistant", "content": content, "tool_calls": reply.tool_calls}
+    choice = {"index": 0, "message": message} | _end(reply) | _tokens(reply, _chat_logprobs(reply))
+    return _object("chat.completion", model, choice) | _prompt(reply) | _usage(reply)
+
+
+def chat_events(reply: Reply, model: str, ask: Ask) -> Iterator[str]:
+    """Yield the answer to a chat request as a stream of chunks."""
+    deltas: list[Json] = [{"role": "assistant", "content": ""}]
+    deltas += [{"content": reply.text}] if reply.text else []
+    deltas += [{"tool_calls": [{"index": index} | call]} for index, call in enumerate(reply.tool_calls)]
+    choices: list[Json] = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    choices[min(1, len(deltas) - 1)] |= _tokens(reply, _chat_logprobs(reply))
+    choices.append({"index": 0, "delta": {}} | _end(reply))
+    chunk = _object("chat.completion.chunk", model)
+    for number, choice in enumerate(choices):
+        yield _data(chunk | {"choices": [choice]} | (_prompt(reply) if number == 0 else {}))
+    yield from _last(chunk | _usage(reply), ask)
+
+
+def text_object(reply: Reply, model: str, ask: Ask) -> Json:
+    """Return the answer to a text request as one object."""
+    choice = {"index": 0, "text": reply.text} | _end(reply) | _tokens(reply, _text_logprobs(reply))
+    return _object("text_completion", model, choice | _prompt(reply)) | _usage(reply)
+
+
+def text_events(reply: Reply, model: str, ask: Ask) -> Iterator[str]:
+    """Yield the answer to a text request as a stream of chunks."""
+    whole = text_object(reply, model, ask)
+    yield _data(whole | {"usage": None})
+    yield from _last(whole | {"choices": []}, ask)
+
+
+def _last(usage: Json, ask: Ask) -> Iterator[str]:
+    if ask.usage_in_stream:
+        yield _data(usage)
+    yield "data: [DONE]\n\n"
+
+
+def _data(chunk: Json) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
+
+
+def _object(kind: str, model: str, *choices: Json) -> Json:
+    name, created = f"cmpl-{secrets.token_hex(16)}", int(time.time())
+    return {"id": name, "object": kind, "created": created, "model": model, "choices": list(choices)}
+
+
+def _usage(reply: Reply) -> Json:
+    prompt, completion = reply.prompt_tokens, len(reply.token_ids)
+    total = prompt + completion
+    return {"usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}}
+
+
+def _end(reply: Reply) -> Json:
+    return {"finish_reason": reply.finish_reason, "stop_reason": reply.stop_reason}
+
+
+def _prompt(reply: Reply) -> Json:
+    return {"prompt_token_ids": reply.prompt_ids or None}
+
+
+def _tokens(reply: Reply, logprobs: Json | None) -> Json:
+    return {"logprobs": logprobs, "token_ids": reply.token_ids if reply.prompt_ids else None}
+
+
+def _chat_logprobs(reply: Reply) -> Json | None:
+    if not reply.pieces:
+        return None
+    return {
+        "content": [
+            {"token": piece, "logprob": logprob, "bytes": list(piece.encode()), "top_logprobs": []}
+            for piece, logprob in zip(reply.pieces, reply.logprobs, strict=True)
+        ]
+    }
+
+
+def _text_logprobs(reply: Reply) -> Json | None:
+    if not reply.pieces:
+        return None
+    lengths = [len(piece) for piece in reply.pieces]
+    return {
+        "text_offset": list(itertools.accumulate(lengths, initial=0))[:-1],
+        "token_logprobs": reply.logprobs,
+        "tokens": reply.pieces,
+        "top_logprobs": [{piece: n} for piece, n in zip(reply.pieces, reply.logprobs, strict=True)],
+    }

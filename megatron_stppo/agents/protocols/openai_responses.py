@@ -1,4 +1,4 @@
-"""What a request of OpenAI's Responses API asks for: it is translated into a request for a chat.
+"""OpenAI's Responses API: a request is translated into one for a chat; a reply is an object, or events.
 
 Nothing is stored between requests, so each one has the whole conversation in `input`. Ids, statuses and
 annotations have no effect. docs/agents.md has the fields for users.
@@ -6,11 +6,16 @@ annotations have no effect. docs/agents.md has the fields for users.
 
 from __future__ import annotations
 
+import itertools
+import secrets
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_stppo.agents.protocols.asks import Ask, translated
 from megatron_stppo.agents.protocols.body import Refusal, fields, objects, texts, unsupported
+from megatron_stppo.agents.protocols.chat_messages import Turn, function_call
+from megatron_stppo.agents.protocols.exchange import Ask, Json, Reply, event
+from megatron_stppo.agents.protocols.openai_chat import tool_choice, translated
 
 ACCEPTED = frozenset(
     "input instructions tools tool_choice max_output_tokens stream reasoning include text".split()
@@ -40,9 +45,7 @@ def responses_ask(body: Mapping[str, Any], has_parser: bool) -> Ask:
         raise Refusal(400, f"include: only {SEALED} is supported")
     if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
         raise Refusal(400, "text.format: only text is supported; others would change the sampling")
-    choice = given.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise Refusal(400, "tool_choice: only auto and none are supported, which do not change the sampling")
+    choice = tool_choice(given.get("tool_choice"))
     tools = list(_tools(objects("tools", given.get("tools", []))))
     chat = {
         "messages": list(_conversation(given)),
@@ -65,55 +68,28 @@ def _conversation(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if isinstance(items, str):
         yield {"role": "user", "content": items}
         return
-    turn = _Turn()
+    turn = Turn()
     for where, item in objects("input", items):
         kind = item.get("type", "message" if "role" in item else None)
-        if kind == "reasoning":
-            yield from turn.think(_thinking(where, item))
-        elif kind == "function_call":
-            turn.call(_call(where, item))
-        elif kind == "message" and item.get("role") == "assistant":
-            yield from turn.say(texts(f"{where}.content", item.get("content"), ("output_text", "input_text")))
+        if kind == "function_call":
+            turn.calls.append(_call(where, item))
+            continue
+        is_said = kind == "message" and item.get("role") == "assistant"
+        if turn.text is not None or turn.calls or not (is_said or kind == "reasoning"):
+            yield from _ended(turn)
+            turn = Turn()
+        if is_said:
+            turn.text = texts(f"{where}.content", item.get("content"), ("output_text", "input_text"))
+        elif kind == "reasoning":
+            turn.thinking += _thinking(where, item)
         else:
-            yield from turn.end()
             yield _read(where, kind, item)
-    yield from turn.end()
+    yield from _ended(turn)
 
 
-class _Turn:
-    """The assistant's turn that is read: thinking, then a text, then calls of tools.
-
-    Example: think("hm"), say("I look."), call(..) and end() yield one message.
-    """
-
-    def __init__(self) -> None:
-        self._thinking: list[str] = []
-        self._text: str | None = None
-        self._calls: list[dict[str, Any]] = []
-
-    def think(self, text: str) -> Iterator[dict[str, Any]]:
-        if self._text is not None or self._calls:
-            yield from self.end()
-        self._thinking.append(text)
-
-    def say(self, text: str) -> Iterator[dict[str, Any]]:
-        if self._text is not None or self._calls:
-            yield from self.end()
-        self._text = text
-
-    def call(self, call: dict[str, Any]) -> None:
-        self._calls.append(call)
-
-    def end(self) -> Iterator[dict[str, Any]]:
-        """Yield the message of the turn, if there is one, and begin the next."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._text or ""}
-        if thinking := "".join(self._thinking):
-            message["reasoning_content"] = thinking
-        if self._calls:
-            message["tool_calls"] = self._calls
-        if self._text is not None or len(message) > 2:
-            yield message
-        self._thinking, self._text, self._calls = [], None, []
+def _ended(turn: Turn) -> list[dict[str, Any]]:
+    """Return the message of a turn: thinking, then a text, then calls; none if it has no part."""
+    return [turn.message()] if turn != Turn() else []
 
 
 def _read(where: str, kind: Any, item: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,8 +122,7 @@ def _call(where: str, item: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(name, str) or not isinstance(arguments, str):
         raise Refusal(400, f"{where}: needs a name and arguments, which are texts")
     flat = name if namespace is None else _flat(where, namespace, name)
-    function = {"name": flat, "arguments": arguments}
-    return {"type": "function", "id": str(item.get("call_id", "")), "function": function}
+    return function_call(item.get("call_id", ""), flat, arguments)
 
 
 def _tools(listed: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], str | None]]:
@@ -175,3 +150,86 @@ def _flat(where: str, namespace: Any, name: Any) -> str:
     if not isinstance(namespace, str) or not isinstance(name, str):
         raise Refusal(400, f"{where}: needs a name and a namespace, which are texts")
     return f"{namespace}{BETWEEN}{name}"
+
+
+def responses_object(reply: Reply, model: str, ask: Ask) -> Json:
+    """Return the reply as one object."""
+    return _response(model) | _end(reply, _items(reply, ask))
+
+
+def responses_events(reply: Reply, model: str, ask: Ask) -> Iterator[str]:
+    """Yield the reply as server-sent events: for each item its start, its parts and its end."""
+    begun, items, numbers = _response(model), _items(reply, ask), itertools.count()
+
+    def numbered(kind: str, **data: object) -> str:
+        return event(f"response.{kind}", sequence_number=next(numbers), **data)
+
+    yield numbered("created", response=begun)
+    yield numbered("in_progress", response=begun)
+    for index, item in enumerate(items):
+        empty = "arguments" if item["type"] == "function_call" else "content"
+        started = item | {"status": "in_progress", empty: type(item[empty])()}
+        yield numbered("output_item.added", output_index=index, item=started)
+        where: Json = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "function_call":
+            yield numbered("function_call_arguments.delta", **where, delta=item["arguments"])
+            said = {"name": item["name"], "arguments": item["arguments"]}
+            yield numbered("function_call_arguments.done", **where, **said)
+        else:
+            (part,) = item["content"]
+            kind, where = part["type"], where | {"content_index": 0}
+            logprobs: Json = {"logprobs": []} if kind == "output_text" else {}
+            yield numbered("content_part.added", **where, part=part | {"text": ""})
+            yield numbered(f"{kind}.delta", **where, **logprobs, delta=part["text"])
+            yield numbered(f"{kind}.done", **where, **logprobs, text=part["text"])
+            yield numbered("content_part.done", **where, part=part)
+        yield numbered("output_item.done", output_index=index, item=item)
+    whole = begun | _end(reply, items)
+    yield numbered(whole["status"], response=whole)
+
+
+def _response(model: str) -> Json:
+    name = f"resp_{secrets.token_hex(16)}"
+    fixed: Json = {"error": None, "incomplete_details": None, "instructions": None, "metadata": {}}
+    tools: Json = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+    begun: Json = {"id": name, "object": "response", "created_at": int(time.time()), "status": "in_progress"}
+    sampling: Json = {"temperature": None, "top_p": None}  # the run's
+    return begun | {"model": model, "output": [], "usage": None} | fixed | tools | sampling
+
+
+def _end(reply: Reply, items: list[Json]) -> Json:
+    prompt, completion = reply.prompt_tokens, len(reply.token_ids)
+    usage = {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + completion,
+    }
+    cut: Json = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+    end = cut if reply.finish_reason == "length" else {"status": "completed"}
+    return end | {"output": items, "usage": usage}
+
+
+def _items(reply: Reply, ask: Ask) -> list[Json]:
+    """Return thinking, text and calls as items."""
+    thinking, text = reply.parts(ask.thinking)
+    status = "incomplete" if reply.finish_reason == "length" else "completed"
+    items: list[Json] = []
+    if thinking:
+        content = [{"type": "reasoning_text", "text": thinking}]
+        sealed = {"encrypted_content": SEAL + thinking} if ask.sealed else {}
+        items.append(_item("rs", "reasoning", status) | {"summary": [], "content": content} | sealed)
+    if text is not None:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        items.append(_item("msg", "message", status) | {"role": "assistant", "content": [part]})
+    for call, name, arguments in reply.calls:
+        said = {"call_id": call, "name": name, "arguments": arguments}
+        if (space := ask.namespaces.get(name)) is not None:
+            said |= {"namespace": space, "name": name.removeprefix(f"{space}{BETWEEN}")}
+        items.append(_item("fc", "function_call", status) | said)
+    return items
+
+
+def _item(prefix: str, kind: str, status: str) -> Json:
+    return {"id": f"{prefix}_{secrets.token_hex(12)}", "type": kind, "status": status}
