@@ -21,7 +21,7 @@ from vllm.tool_parsers import ToolParser
 
 from megatron_stppo.agents.endpoint.histories import Histories, Match
 from megatron_stppo.agents.protocols.body import Refusal
-from megatron_stppo.agents.protocols.chat_messages import Turn, compared, template_messages
+from megatron_stppo.agents.protocols.chat_messages import AssistantTurn, compared, template_messages
 from megatron_stppo.agents.protocols.exchange import Ask, Reply
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.text.conversation import encode_after, encode_conversation
@@ -191,7 +191,7 @@ def _repeated(ask: Ask, reply: Reply) -> Any:
     """Return the units with which a client repeats the completion, after those of the request."""
     if not ask.chat:
         return reply.text if isinstance(ask.units, str) else reply.token_ids
-    (message,) = template_messages([Turn(reply.text, calls=reply.tool_calls).message()])
+    (message,) = template_messages([AssistantTurn(reply.text, calls=reply.tool_calls).message()])
     return (compared(message),)
 
 

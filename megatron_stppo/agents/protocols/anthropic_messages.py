@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_stppo.agents.protocols.body import Refusal, fields, listed, objects, text_of, texts, unsupported
-from megatron_stppo.agents.protocols.chat_messages import Turn, function_call
+from megatron_stppo.agents.protocols.chat_messages import AssistantTurn, function_call
 from megatron_stppo.agents.protocols.exchange import Ask, Json, Reply, event
 from megatron_stppo.agents.protocols.openai_chat import tool_choice, translated
 
@@ -123,7 +123,7 @@ def _text(where: str, block: Mapping[str, Any], kinds: tuple[str, ...]) -> str:
 
 def _assistant(blocks: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Return the message of one turn, whose texts are joined, and so is its thinking."""
-    turn = Turn()
+    turn = AssistantTurn()
     for where, block in blocks:
         if block.get("type") == "thinking" and isinstance(block.get("thinking"), str):
             turn.thinking += block["thinking"]

@@ -14,7 +14,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 @dataclass
-class Turn:
+class AssistantTurn:
     """A turn of the assistant, whose parts other APIs have one by one: thinking, a text, calls of tools."""
 
     text: str | None = None

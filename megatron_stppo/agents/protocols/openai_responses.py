@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_stppo.agents.protocols.body import Refusal, fields, objects, texts, unsupported
-from megatron_stppo.agents.protocols.chat_messages import Turn, function_call
+from megatron_stppo.agents.protocols.chat_messages import AssistantTurn, function_call
 from megatron_stppo.agents.protocols.exchange import Ask, Json, Reply, event
 from megatron_stppo.agents.protocols.openai_chat import tool_choice, translated
 
@@ -68,7 +68,7 @@ def _conversation(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if isinstance(items, str):
         yield {"role": "user", "content": items}
         return
-    turn = Turn()
+    turn = AssistantTurn()
     for where, item in objects("input", items):
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "function_call":
@@ -77,7 +77,7 @@ def _conversation(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         is_said = kind == "message" and item.get("role") == "assistant"
         if turn.text is not None or turn.calls or not (is_said or kind == "reasoning"):
             yield from _ended(turn)
-            turn = Turn()
+            turn = AssistantTurn()
         if is_said:
             turn.text = texts(f"{where}.content", item.get("content"), ("output_text", "input_text"))
         elif kind == "reasoning":
@@ -87,9 +87,9 @@ def _conversation(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     yield from _ended(turn)
 
 
-def _ended(turn: Turn) -> list[dict[str, Any]]:
+def _ended(turn: AssistantTurn) -> list[dict[str, Any]]:
     """Return the message of a turn: thinking, then a text, then calls; none if it has no part."""
-    return [turn.message()] if turn != Turn() else []
+    return [turn.message()] if turn != AssistantTurn() else []
 
 
 def _read(where: str, kind: Any, item: Mapping[str, Any]) -> dict[str, Any]:
