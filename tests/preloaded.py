@@ -29,9 +29,8 @@ import megatron_stppo.observe.report.page  # noqa: E402
 import megatron_stppo.replicas.replica.start  # noqa: E402
 import megatron_stppo.replicas.trainer.start  # noqa: E402
 import megatron_stppo.training.colocated  # noqa: E402
-import megatron_stppo.training.evaluate  # noqa: E402
 import megatron_stppo.training.loop  # noqa: E402
-import megatron_stppo.training.play  # noqa: E402
+import megatron_stppo.training.play_only  # noqa: E402
 import megatron_stppo.training.replay  # noqa: E402
 import tests.shapes  # noqa: E402, F401
 

@@ -113,7 +113,7 @@ def rollout(
     with importing():
         process.prepare()
         process.check(settings)
-        from megatron_stppo.training.play import play
+        from megatron_stppo.training.play_only import rollout as play
     with naming_a_full_disk(settings.run.folder):
         play(settings, source, start)
 
@@ -141,9 +141,9 @@ def evaluate(
         checks.check_folder("--output", output.parent)
     with importing():
         process.prepare()
-        from megatron_stppo.training import evaluate as stage
+        from megatron_stppo.training.play_only import evaluate as measure
     with naming_a_full_disk(settings.run.folder):
-        stage.evaluate(settings, checkpoint, output)
+        measure(settings, checkpoint, output)
 
 
 @commands.command(
@@ -181,7 +181,7 @@ def cold_start(
         from megatron_stppo.training import value_pretraining
 
         if plays:  # it imports vLLM
-            from megatron_stppo.training.play import ColdEpisodes
+            from megatron_stppo.training.play_only import ColdEpisodes
     if critic is None:
         stage.cold_start(settings, ColdEpisodes if plays else None)
     else:

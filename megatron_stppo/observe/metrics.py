@@ -49,10 +49,10 @@ class Metrics:
     ) -> None:
         """Open the files. Delete the rows after iteration `resumed_at`, if it is 0 all rows.
 
-        TensorBoard and `reporters` get every row too; if one fails, its rows are dropped. `nvtx`: make each
-        phase an NVTX range of that name.
+        TensorBoard and `reporters` get every row too, on rank 0; if one fails, its rows are dropped. `nvtx`:
+        make each phase an NVTX range of that name.
         """
-        self._reporters, self._nvtx = list(reporters), nvtx
+        self._reporters, self._nvtx = list(reporters) if rank == 0 else [], nvtx
         self._failed: set[Reporter] = set()
         self._file: TextIO | None = None
         self._phase = OTHER

@@ -49,7 +49,7 @@ from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.spans import training_layouts
 
 if TYPE_CHECKING:
-    from megatron_stppo.training.play import ColdEpisodes
+    from megatron_stppo.training.play_only import ColdEpisodes
 
 Item = TypeVar("Item")
 OpenEpisodes = Callable[[Config, MeshRank, Any], "ColdEpisodes"]

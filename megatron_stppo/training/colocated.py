@@ -27,7 +27,7 @@ from megatron_stppo.parallel.abandon import on_any_rank
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings, collect
 from megatron_stppo.rollout.episodes.failures import FailureLimit
-from megatron_stppo.rollout.episodes.playable import playable
+from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.rollout.vllm.engine import Engine
 from megatron_stppo.rollout.vllm.generation import EngineFailure, Restarts
 from megatron_stppo.rollout.vllm.vllm_setup import EngineSettings
@@ -235,7 +235,7 @@ def assemble(
     model_layout.check_engine(config, process.world_size())
     mesh = process.start(config) if begun is None else begun[0]
     dtype = process.dtype(config)
-    train = playable(config, "train", shown=mesh.rank == 0).tasks if draws and config.data.train else ()
+    train = fitting_tasks(config, "train", shown=mesh.rank == 0).tasks if draws and config.data.train else ()
     make_environment = open_environment(config, resume) if begun is None else begun[1]
     with timed("engine", mesh.rank == 0):
         engine = build_engine(config, dtype, routes=training and config.replays_rollout)

@@ -9,7 +9,7 @@ rollouts, in asynchronous training also older ones; evaluate/* are of version k.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.preemption import PreemptionNotice
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import groups_of
+from megatron_stppo.model.learner import Learner
 from megatron_stppo.observe import console
 from megatron_stppo.observe.describe import describe, describe_groups
 from megatron_stppo.observe.metrics import progress
@@ -31,11 +32,10 @@ from megatron_stppo.observe.run_files import truncate
 from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.rollout.episodes.failures import warn
-from megatron_stppo.rollout.episodes.playable import Playable, playable
+from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks
 from megatron_stppo.training.advantage import estimate, has_signal
 from megatron_stppo.training.guard.guard import UpdateGuard
-from megatron_stppo.training.held_out import held_out
-from megatron_stppo.training.rollouts import Rollouts
+from megatron_stppo.training.rollouts import Rollouts, evaluate_tasks
 from megatron_stppo.training.stages import distribute, score, update
 from megatron_stppo.training.update.own import Own
 from megatron_stppo.training.update.ratios import turns
@@ -82,7 +82,7 @@ def train(
             rollouts.load_for("update")
             row, last, batch = update(learner, batch, iteration, hold, own.loss)
             row |= describe(played.every, batch, iteration) | describe_groups(played.every, played.dropped)
-            row |= training.guard.look(done, row, batch, group_N, hold)
+            row |= training.checkpoints.guard.look(done, row, batch, group_N, hold)
         log.write_turns(done, turns(batch, last, config.algorithm))
         row |= observer.measure(batch) | rollouts.measure() | written
         _check(config, row)
@@ -100,7 +100,7 @@ def train(
         # checkpoint: after observer.log, so that no run resumes after an iteration that was not reported
         if done % run.checkpoint_every == 0 or done == run.iterations or leave:
             training.checkpoint(done, ends=leave or done == run.iterations)
-        training.saver.check()
+        training.checkpoints.saver.check()
         if leave:
             break
     training.finish()
@@ -113,12 +113,11 @@ class _Training:
     """What the iterations of a run share."""
 
     rollouts: Rollouts
-    saver: saving.Saver
-    guard: UpdateGuard
+    checkpoints: Checkpoints
     observer: Observer
     log: TrajectoryLog
     own: Own  # functions of the user
-    held: Playable | None  # the held-out tasks, if they are evaluated during training
+    held_out: FittingTasks | None  # tasks, if they are evaluated during training
     first: int  # the iteration of the checkpoint that training continues from; 0 in a new run
     owed: dict[str, Any] | None  # its row, if its evaluation failed
     attempt: int  # at this run, from 1; 0 on other ranks than the first
@@ -127,26 +126,24 @@ class _Training:
     def build(cls, config: Config, resume: bool, watchdog: Watchdog, assemble: Assemble) -> _Training:
         """Build models and engine, load the newest checkpoint and publish the actor's weights. Collective."""
         run, rank, preset = config.run, process.rank(), config.algorithm.preset
-        reporting: list[Reporter] = [console.RowLines(preset, run.iterations)] if rank == 0 else []
+        reporting: list[Reporter] = [console.RowLines(preset, run.iterations)]
         if rank == 0 and config.telemetry.wandb_project is not None:
             reporting.append(WeightsAndBiases(config, resume))
-        held = playable(config, "evaluate", shown=rank == 0) if run.evaluate_every else None
+        held_out = fitting_tasks(config, "evaluate", shown=rank == 0) if run.evaluate_every else None
         own = Own.of(config)
         rollouts = assemble(config, resume)
         learner = rollouts.learner
-        saver = saving.Saver(run.folder / "checkpoints", config, learner.mesh.layout)
-        guard = UpdateGuard(config, learner.mesh, learner.trainers, saver)
-        first, owed = restore(rollouts, saver, guard) if resume else (0, None)
+        checkpoints = Checkpoints(config, learner)
+        first, owed = checkpoints.load(rollouts) if resume else (0, None)
         console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
-        process.log_to(run.folder, rank)
         attempt = attempts.record(config, rank, first)
-        if owed is not None and held is not None and rank == 0:  # it is written again, with the evaluation
+        if rank == 0 and owed is not None and held_out is not None:  # written again, with the evaluation
             truncate(run.folder / "metrics.jsonl", first - 1)
         observer = Observer(config, learner.shape, learner.mesh, watchdog, first, reporting)
         log = TrajectoryLog(run.folder, rank, rollouts.tokenizer)
         with console.timed("first reshard", rank == 0):
             rollouts.publish(version=first)
-        return cls(rollouts, saver, guard, observer, log, own, held, first, owed, attempt)
+        return cls(rollouts, checkpoints, observer, log, own, held_out, first, owed, attempt)
 
     def iterations(self) -> Iterator[int]:
         """Yield the iterations that are left, from 0, with a progress bar on rank 0."""
@@ -160,7 +157,7 @@ class _Training:
 
         Raises Abandoned if the run must leave: nothing is trained yet, and the next attempt evaluates again.
         """
-        if self.held is None or (self.first and self.owed is None):
+        if self.held_out is None or (self.first and self.owed is None):
             rank, owed = self.rollouts.learner.mesh.rank, self.owed is not None
             return console.say(SKIPPED.format(self.first, "run.evaluate_every=0"), rank == 0 and owed)
         try:
@@ -184,8 +181,8 @@ class _Training:
 
     def _evaluate(self, done: int, row: dict[str, Any] | None) -> dict[str, Any]:
         with self.observer.phase("evaluate"), self.leaving(done, row, evaluates=True):
-            assert self.held is not None, "evaluations are due only with run.evaluate_every"
-            return held_out(self.rollouts, self.held)
+            assert self.held_out is not None, "evaluations are due only with run.evaluate_every"
+            return evaluate_tasks(self.rollouts, self.held_out)
 
     def checkpoint(self, done: int, ends: bool) -> None:
         """Start to write a checkpoint. The next row reports how long this takes. Collective.
@@ -194,17 +191,14 @@ class _Training:
         """
         with self.observer.phase("checkpoint"):
             self.rollouts.load_for("checkpoint")
-            self._save(done)
+            self.checkpoints.save(done, self.rollouts)
             if not ends:
                 self.rollouts.publish(version=done)
-
-    def _save(self, done: int, owed: dict[str, Any] | None = None) -> None:
-        save(self.rollouts, self.saver, self.guard, done, owed)
 
     def finish(self) -> None:
         """Wait for the last checkpoint and close everything. Collective."""
         with self.observer.phase("checkpoint"):
-            self.saver.finish()
+            self.checkpoints.saver.finish()
         self.observer.close()
         self.rollouts.close()
 
@@ -224,45 +218,62 @@ class _Training:
         try:
             yield
         except (ToolsStayAway, EngineLost, TooManyFailures) as reason:
-            of = self.rollouts.learner.config.run.iterations
+            of, saver = self.rollouts.learner.config.run.iterations, self.checkpoints.saver
             logged = self.observer.log(done, row) if row is not None else {}
             if isinstance(reason, TooManyFailures) and done == self.first:
                 raise  # nothing was trained since the checkpoint, which a resumed run continues from
             with self.observer.phase("checkpoint"):
                 if any_rank(process.gpu_failed()):
-                    self.saver.finish()
-                    newest = f"step_{self.saver.newest()} of {of} is the newest checkpoint"
+                    saver.finish()
+                    newest = f"step_{saver.newest()} of {of} is the newest checkpoint"
                     raise Requeue(f"{newest}, and a GPU failed after it: {reason}") from None
                 self.rollouts.load_for("checkpoint")
-                self._save(done, {name: logged[name] for name in row} if row and evaluates else None)
+                owed = {name: logged[name] for name in row} if row and evaluates else None
+                self.checkpoints.save(done, self.rollouts, owed)
             self.finish()
             if isinstance(reason, TooManyFailures):
                 raise
             raise Requeue(f"step_{done} of {of} is checkpointed and can be resumed: {reason}") from None
 
 
-def save(
-    rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard, done: int, owed: dict[str, Any] | None = None
-) -> None:
-    """Start to write the checkpoint of iteration `done`. Collective.
+class Checkpoints:
+    """Saves a run's models, the state of its rollouts and of its guard, and continues from them.
 
-    owed: its row, if its evaluation failed and a resumed run must repeat it.
+    All methods are collective.
     """
-    state = {"iteration": done} | rollouts.learner.beginning | rollouts.state() | guard.state()
-    state |= {OWED: owed} if owed is not None else {}
-    saver.save(done, rollouts.learner.trainers, state, rollouts.episodes())
 
+    def __init__(self, config: Config, learner: Learner, rollback: bool = True) -> None:
+        """rollback: see UpdateGuard."""
+        self._learner = learner
+        self.saver = saving.Saver(config.run.folder / "checkpoints", config, learner.mesh.layout)
+        self.guard = UpdateGuard(config, learner.mesh, learner.trainers, self.saver, rollback)
 
-def restore(rollouts: Rollouts, saver: saving.Saver, guard: UpdateGuard) -> tuple[int, dict[str, Any] | None]:
-    """Load the newest checkpoint. Return its iteration and what it owes (`save`); (0, None) without one."""
-    state = saver.load(rollouts.learner.trainers)
-    if state is None:
-        return 0, None
-    rollouts.learner.check_beginning(state)
-    if "cursor" in state:  # absent in the checkpoint of a converted model
-        rollouts.restore(state, saver.episodes)
-        guard.restore(state)
-    return int(state["iteration"]), state.get(OWED)
+    def save(self, done: int, rollouts: Rollouts | None = None, owed: dict[str, Any] | None = None) -> None:
+        """Start to write the checkpoint of iteration `done`.
+
+        rollouts: None if nothing is played. owed: the iteration's row, if its evaluation failed and a resumed
+        run must repeat it.
+        """
+        played, episodes = (rollouts.state(), rollouts.episodes()) if rollouts is not None else ({}, b"")
+        state = {"iteration": done} | self._learner.beginning | played | self.guard.state()
+        state |= {OWED: owed} if owed is not None else {}
+        self.saver.save(done, self._learner.trainers, state, episodes)
+
+    def load(self, rollouts: Rollouts) -> tuple[int, dict[str, Any] | None]:
+        """Load the newest checkpoint. Return its iteration and what it owes; (0, None) without one."""
+        state = self.saver.load(self._learner.trainers)
+        if state is None:
+            return 0, None
+        iteration = self.continue_from(state)
+        if "cursor" in state:  # absent in the checkpoint of a converted model
+            rollouts.restore(state, self.saver.episodes)
+        return iteration, state.get(OWED)
+
+    def continue_from(self, state: Mapping[str, Any]) -> int:
+        """Continue from the state of a checkpoint whose models are loaded. Return its iteration."""
+        self._learner.check_beginning(state)
+        self.guard.restore(state)
+        return int(state["iteration"])
 
 
 def _check(config: Config, row: dict[str, Any]) -> None:

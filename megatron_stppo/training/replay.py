@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_stppo.base.types import Batch, Divided
 from megatron_stppo.checkpoint import loading
-from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import read_yaml
@@ -31,7 +30,7 @@ from megatron_stppo.observe.describe import describe_batch, describe_groups, des
 from megatron_stppo.observe.metrics import Metrics, progress
 from megatron_stppo.training.advantage import estimate, has_signal
 from megatron_stppo.training.guard import dumps
-from megatron_stppo.training.guard.guard import UpdateGuard
+from megatron_stppo.training.loop import Checkpoints
 from megatron_stppo.training.stages import divided, score, update, with_behaviour
 from megatron_stppo.training.update.own import Own
 from megatron_stppo.validation import attempts, checks
@@ -57,56 +56,47 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
     Raises ConfigError for records that are missing, damaged or do not fit the layout.
     """
     source = SOURCES[records]
-    own, shape = Own.of(config), read_shape(config.model.path)
-    mesh, first_rank = process.start(config), process.rank() == 0
-    with timed("models", first_rank):
+    own, shape, mesh = Own.of(config), read_shape(config.model.path), process.start(config)
+    rank, folder = mesh.rank, config.run.folder
+    with timed("models", rank == 0):
         learner = build_learner(attempts.as_begun(config, run), shape, mesh, process.dtype(config))
-    state = _start(learner, run, start) if start else {"iteration": 0}
-    first = int(state["iteration"])
-    done = [n for n in source.recorded(run) if first < n <= config.run.iterations]
-    if not done:
+    checkpoints = Checkpoints(config, learner, rollback=False)  # those are in the replayed run's folder
+    first = checkpoints.continue_from(_load(learner, run, start)) if start else 0
+    numbers = [n for n in source.recorded(run) if first < n <= config.run.iterations]
+    if not numbers:
         raise ConfigError(
             f"RUN_DIR={run}: holds no {records} of iterations {first + 1} to {config.run.iterations}; choose "
             "another run, --start or run.iterations"
         )
-    rank, folder = learner.mesh.rank, config.run.folder
-    process.log_to(folder, rank)
     attempts.record(config, rank)
     name = f"replay of {records}"
-    metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)] if rank == 0 else [])
-    saver = Saver(folder / "checkpoints", config, learner.mesh.layout)
-    # no rollback: the checkpoints for it are in the replayed run's folder
-    kept = config.run.model_copy(update={"rollback": False})
-    guard = UpdateGuard(config.model_copy(update={"run": kept}), learner.mesh, learner.trainers, saver)
-    guard.restore(state)
-    for number in progress(done, name, rank == 0, every=None):
+    metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)])
+    for number in progress(numbers, name, rank == 0, every=None):
         with metrics.phase("score"):
             learner.load_for("score")
-            batch, group_N, numbers = source.read(learner, run, number)
+            batch, group_N, row = source.read(learner, run, number)
         with metrics.phase("advantage"):
             batch = estimate(batch, config.algorithm, group_N, own.advantage)
         with metrics.phase("update"):
             learner.load_for("update")
             hold = not has_signal(batch, config.algorithm, group_N, own.advantage)
-            row, _, batch = update(learner, batch, number - 1, hold, own.loss)
-            row |= describe_batch(batch) | numbers
-            row |= guard.look(number, row, batch, group_N, hold)
+            of_update, _, batch = update(learner, batch, number - 1, hold, own.loss)
+            row = of_update | describe_batch(batch) | row
+            row |= checkpoints.guard.look(number, row, batch, group_N, hold)
         metrics.log(number, row)
     learner.load_for("checkpoint")
-    state = {"iteration": done[-1]} | learner.beginning | guard.state()
-    saver.save(done[-1], learner.trainers, state)
-    saver.finish()
+    checkpoints.save(numbers[-1])
+    checkpoints.saver.finish()
     metrics.close()
     say(f"done; metrics and checkpoint are in {folder}", rank == 0)
     process.stop()
 
 
-def _start(learner: Learner, run: Path, start: str) -> dict[str, Any]:
+def _load(learner: Learner, run: Path, start: str) -> dict[str, Any]:
     """Load the checkpoint `start` into the models, and return the loop's state in it."""
     state = loading.load(run / "checkpoints", learner.trainers, loading.step_of(start))
     if state is None:
         raise ConfigError(f"--start={start}: {run} holds no checkpoint; omit --start")
-    learner.check_beginning(state)
     return state
 
 

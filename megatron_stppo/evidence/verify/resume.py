@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.base.types import Summary, Trajectory
-from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
@@ -32,10 +31,9 @@ from megatron_stppo.evidence.verify.stage import Checked, Stage, judged
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.model.optimizer import Trainer, trained
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.training import loop
 from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.colocated import Worker, engine_sync
-from megatron_stppo.training.guard.guard import UpdateGuard
+from megatron_stppo.training.loop import Checkpoints
 from megatron_stppo.training.stages import distribute, score, update
 
 RESUME = "resume is exact"
@@ -110,21 +108,21 @@ def resume(stage: Stage) -> Iterator[Checked]:
     """Train two iterations, with a checkpoint between, and repeat the second one after it. Collective."""
     rollouts, config = stage.rollouts, stage.config
     rollouts.learner = replace(stage.learner, config=_small(config))
-    guard, saver = _kept(stage)
+    checkpoints = Checkpoints(stage.learner.config, stage.learner)
     rollouts.publish(stage.version)  # so that the engine is awake
     _iterate(stage)
     start = stage.version
     rollouts.load_for("checkpoint")
     saved = Snapshot.of(stage.learner)
-    _save(stage, saver, guard)
-    saver.finish()
+    keeps = rollouts if isinstance(rollouts, Worker) else None  # replicas play nothing here
+    checkpoints.save(start, keeps)
+    checkpoints.saver.finish()
     rollouts.publish(start)
     first = _iterate(stage)
     rollouts.load_for("checkpoint")
-    del guard, saver  # they hold the models
+    del checkpoints  # they hold the models
     _replace_models(stage)
-    guard, saver = _kept(stage)
-    iteration, _ = loop.restore(rollouts, saver, guard)
+    iteration, _ = Checkpoints(stage.learner.config, stage.learner).load(rollouts)
     lines = [] if iteration == start else [f"iteration {iteration}, not {start}"]
     lines += saved.differences(Snapshot.of(stage.learner))
     stage.version = start
@@ -162,12 +160,6 @@ def _small(config: Config) -> Config:
     return config.model_copy(update={"rollout": rollout, "update": every})
 
 
-def _kept(stage: Stage) -> tuple[UpdateGuard, Saver]:
-    learner = stage.learner
-    saver = Saver(stage.config.run.folder / "checkpoints", learner.config, learner.mesh.layout)
-    return UpdateGuard(learner.config, learner.mesh, learner.trainers, saver), saver
-
-
 def _iterate(stage: Stage, played: Played | None = None) -> Iterated:
     """Run an iteration of the loop with rewards that differ. played: episodes to use in place of those that
     are drawn."""
@@ -191,13 +183,6 @@ def _rewards(played: Played, iteration: int) -> list[list[float]]:
     generator = torch.Generator().manual_seed(iteration)
     sizes = [len(summary.turns) for summary in played.every]
     return [torch.randn(size, generator=generator).tolist() for size in sizes]
-
-
-def _save(stage: Stage, saver: Saver, guard: UpdateGuard) -> None:
-    if isinstance(stage.rollouts, Worker):
-        return loop.save(stage.rollouts, saver, guard, stage.version)
-    state = {"iteration": stage.version} | stage.learner.beginning | guard.state()
-    saver.save(stage.version, stage.learner.trainers, state)
 
 
 def _replace_models(stage: Stage) -> None:

@@ -20,8 +20,8 @@ from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer, trained
 from megatron_stppo.model.pipeline import logprobs
 from megatron_stppo.parallel.collectives import gather_records
+from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.rollout.episodes.play import request_seed
-from megatron_stppo.rollout.episodes.playable import playable
 from megatron_stppo.training.colocated import Worker
 from megatron_stppo.training.rollouts import Rollouts, rollout_settings, seed_of
 from megatron_stppo.training.stages import distribute, score
@@ -82,7 +82,7 @@ class Stage:
     def of(cls, config: Config, rollouts: Rollouts, version: int = 0) -> Stage:
         """Publish the present weights as this version, and let the engine play with them."""
         rollouts.publish(version)
-        tasks = playable(config, "train", shown=False).tasks[:TASKS]
+        tasks = fitting_tasks(config, "train", shown=False).tasks[:TASKS]
         return cls(config, rollouts, tasks, Own.of(config), version)
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ from megatron_stppo.replicas.wire.digest import model_digest
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import limit_of
 from megatron_stppo.replicas.wire.route import Trained, tell_lost
-from megatron_stppo.rollout.episodes.playable import playable
+from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.validation import model_layout
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
@@ -101,7 +101,7 @@ def _first(config: Config, dtype: torch.dtype, trained: Trained) -> tuple[Crew, 
         order=serving.order,
         resample=r.resample,
     )
-    cursor = TaskCursor(playable(config, "train", shown=True).tasks, run.seed)
+    cursor = TaskCursor(fitting_tasks(config, "train", shown=True).tasks, run.seed)
     listener = _listen(config)
     local = _local(config) if serving.start else None
     if local is None:

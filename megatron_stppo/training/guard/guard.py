@@ -115,9 +115,16 @@ class UpdateGuard:
     """
 
     def __init__(
-        self, config: Config, mesh: MeshRank, trainers: Mapping[str, Trainer], saver: saving.Saver
+        self,
+        config: Config,
+        mesh: MeshRank,
+        trainers: Mapping[str, Trainer],
+        saver: saving.Saver,
+        rollback: bool = True,
     ) -> None:
+        """rollback: False if `saver` has no checkpoints to roll back to."""
         run = self._run = config.run
+        self._rolls_back = rollback and run.rollback
         self._mesh, self._trainers, self._saver = mesh, dict(trainers), saver
         self._acting = Acting(config.algorithm, config.update.actor.lr)
         self._critic_only = config.update.critic_only
@@ -151,7 +158,7 @@ class UpdateGuard:
             dumps.write(*given, reasons, self._run.keep_dumps)
         self._spend_budget(where)
         found = {"fault/spikes": float(len(spikes))} | self._look_at_mechanisms(iteration, row)
-        return found | (self._roll_back(iteration) if spiked and self._run.rollback else {})
+        return found | (self._roll_back(iteration) if spiked and self._rolls_back else {})
 
     def state(self) -> dict[str, Any]:
         """Return the state for the checkpoint, which JSON can represent."""

@@ -29,14 +29,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Playable:
-    """Tasks of a file. Example: of 40 tasks, 4 with prompts that are too long, Playable(tasks, 4) has 36."""
+class FittingTasks:
+    """Tasks of a file. Example: of 40 tasks, 4 of which are too long, FittingTasks(tasks, 4) has 36."""
 
     tasks: tuple[Task, ...]  # at least one, in the order of the file
     overlong: int = 0  # tasks that were left out, because their prompts are too long
 
 
-def playable(config: Config, field: Literal["train", "evaluate"], *, shown: bool) -> Playable:
+def fitting_tasks(config: Config, field: Literal["train", "evaluate"], *, shown: bool) -> FittingTasks:
     """Return the tasks of data.train, or the sample of data.evaluate, whose prompts can be played.
 
     The prompt of a row is measured, as the model's chat template renders it; an agent's is not, because the
@@ -50,7 +50,7 @@ def playable(config: Config, field: Literal["train", "evaluate"], *, shown: bool
     )
     every = tuple(task for _, task in rows)
     if config.environment.kind == choose.AGENT:
-        return Playable(every)
+        return FittingTasks(every)
     tokenizer = load_tokenizer(config.model.path, config.model.template_arguments)
     limit, named = Limits.of(config).prompt
     lengths: list[int] = []
@@ -68,7 +68,7 @@ def playable(config: Config, field: Literal["train", "evaluate"], *, shown: bool
     if overlong := len(every) - len(fitting):
         left_out = f"their tasks are left out (the longest has {max(lengths)} tokens)"
         say(f"{where}: {overlong} of {len(every)} {longer}; {left_out}", shown)
-    return Playable(fitting, overlong)
+    return FittingTasks(fitting, overlong)
 
 
 def sample(given: Sequence[T], count: int | None) -> Sequence[T]:

@@ -1,7 +1,8 @@
-"""Episodes without training: of the command `rollout`, and of the model that `cold-start` has written."""
+"""Episodes without training: the commands `rollout` and `evaluate`, and the end of `cold-start`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 
 from megatron_stppo.agents.endpoint.opening import open_environment
 from megatron_stppo.base.errors import ToolsStayAway
@@ -23,45 +26,38 @@ from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.environments.choose import AGENT
 from megatron_stppo.observe.console import RowLines, say, timed
 from megatron_stppo.observe.describe import describe_groups, describe_rollouts
-from megatron_stppo.observe.metrics import Metrics, progress
+from megatron_stppo.observe.metrics import Metrics, counting, progress
+from megatron_stppo.observe.run_files import new_folder
 from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.parallel.collectives import broadcast_record, gather_records
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.failures import warn
-from megatron_stppo.rollout.episodes.playable import playable
+from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.rollout.vllm.generation import RolloutError
 from megatron_stppo.rollout.vllm.stop_strings import StopFinder
-from megatron_stppo.training.colocated import assemble
-from megatron_stppo.training.rollouts import rollout_settings, seed_of
+from megatron_stppo.training.colocated import Worker, assemble
+from megatron_stppo.training.rollouts import evaluate_tasks, rollout_settings, seed_of
 from megatron_stppo.validation import attempts
 
 SHOWN, CHARACTERS = 3, 2000  # episodes that are printed after a cold start, and the most of each
 
 
-def play(config: Config, source: Path | None = None, start: str = "latest") -> None:
+def rollout(config: Config, run: Path | None = None, start: str = "latest") -> None:
     """Play the iterations up to run.iterations, with model.path or with a checkpoint of another run.
 
-    `source`: that run's folder. `start`: its checkpoint, "step_N" or "latest". Tasks, seeds and sampling are
+    `run`: that run's folder. `start`: its checkpoint, "step_N" or "latest". Tasks, seeds and sampling are
     those of a training run, so that the first iteration is the one that training would play next. Builds
     neither optimizer nor critic. Collective. Raises ConfigError.
     """
-    run, version = config.run, 0
-    worker = assemble(config if source is None else config.of_checkpoint(), training=False)
-    if source is not None:
-        folder, step = source / "checkpoints", loading.step_of(start)
-        state = loading.load_weights(folder, "actor", worker.learner.policy, step)
-        version = int(state["iteration"])
-        if "cursor" in state:  # a converted checkpoint has no cursor
-            worker.restore(state)
-    rank = worker.learner.mesh.rank
-    process.log_to(run.folder, rank)
+    worker, version = _built(config, None if run is None else (run, start))
+    folder, rank = config.run.folder, worker.learner.mesh.rank
     attempts.record(config, rank)
-    metrics = Metrics(run.folder, rank, reporters=[RowLines("rollouts", run.iterations)] if rank == 0 else [])
-    log = TrajectoryLog(run.folder, rank, worker.tokenizer)
+    metrics = Metrics(folder, rank, reporters=[RowLines("rollouts", config.run.iterations)])
+    log = TrajectoryLog(folder, rank, worker.tokenizer)
     with timed("first reshard", rank == 0):
         worker.publish(version)
-    for iteration in progress(range(version, run.iterations), "rollouts", rank == 0, every=None):
+    for iteration in progress(range(version, config.run.iterations), "rollouts", rank == 0, every=None):
         with metrics.phase("rollout"), log.failing(iteration + 1):
             played = worker.draw(iteration)
         written = log.write(iteration + 1, played.own)
@@ -69,8 +65,58 @@ def play(config: Config, source: Path | None = None, start: str = "latest") -> N
         of_groups = describe_groups(played.every, played.dropped)
         metrics.log(iteration + 1, describe_rollouts(played.every, version) | of_groups | written)
     metrics.close()
-    say(f"done; the episodes are in {run.folder / 'trajectories'}", rank == 0)
+    say(f"done; the episodes are in {folder / 'trajectories'}", rank == 0)
     worker.close()
+
+
+def evaluate(config: Config, checkpoint: str | None = None, output: Path | None = None) -> None:
+    """Evaluate model.path, or the checkpoint "step_N" or "latest", on data.evaluate, and print a table.
+
+    Writes the numbers (result.json, which names model and checkpoint) and the episodes (trajectories/) to a
+    new folder of the run: evaluate/step_N or evaluate/model, or step_N-2 and so on if it exists. `output`:
+    another JSON file for the numbers. Collective. Raises ConfigError.
+    """
+    rank, run = process.rank(), config.run
+    held_out = fitting_tasks(config, "evaluate", shown=rank == 0)
+    worker, version = _built(config, None if checkpoint is None else (run.folder, checkpoint), draws=False)
+    weights = run.folder / "checkpoints" / f"step_{version}" if checkpoint is not None else None
+    say(f"weights of {weights}", rank == 0 and weights is not None)
+    with timed("first reshard", rank == 0):
+        worker.publish(version)
+    folder = run.folder / "evaluate"
+    if rank == 0:
+        folder = new_folder(folder, "model" if weights is None else weights.name)
+    log = TrajectoryLog(folder, rank, worker.tokenizer)
+    with counting("episodes", rank == 0) as show:
+        row = evaluate_tasks(worker, held_out, log, version, show)
+    if rank == 0:
+        table = Table("held out", "value", title=f"{run.name}, iteration {version}")
+        for name, value in row.items():
+            table.add_row(name, f"{value:.3f}")
+        Console().print(table)
+        of = {"model": str(config.model.path.absolute()), "checkpoint": weights and str(weights.absolute())}
+        files = [folder / "result.json", *([output] if output is not None else [])]
+        for path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(of | row, indent=1), encoding="utf-8")
+        say(f"done; the numbers are {files[-1]}, the episodes are in {folder}")
+    worker.close()
+
+
+def _built(config: Config, source: tuple[Path, str] | None, draws: bool = True) -> tuple[Worker, int]:
+    """Return the worker and the version of its weights, which are not published yet.
+
+    They are model.path's, version 0, or those of `source`: a run's folder and its checkpoint, also for the
+    position in data.train if the worker `draws`.
+    """
+    worker = assemble(config if source is None else config.of_checkpoint(), training=False, draws=draws)
+    if source is None:
+        return worker, 0
+    folder, step = source[0] / "checkpoints", loading.step_of(source[1])
+    state = loading.load_weights(folder, "actor", worker.learner.policy, step)
+    if draws and "cursor" in state:  # a converted checkpoint has no cursor
+        worker.restore(state)
+    return worker, int(state["iteration"])
 
 
 class ColdEpisodes:
@@ -83,7 +129,7 @@ class ColdEpisodes:
     def __init__(self, config: Config, mesh: MeshRank, tokenizer: Any) -> None:
         self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
         self._make = open_environment(config, resume=False)
-        given = playable(config, "train", shown=mesh.rank == 0)
+        given = fitting_tasks(config, "train", shown=mesh.rank == 0)
         self._tasks = TaskCursor(given.tasks, config.run.seed).take(config.cold_start.episodes)
         self._stops: StopFinder | None = None  # an agent gives its stop strings with its requests
         self._known = ""

@@ -14,7 +14,7 @@ from megatron_stppo.base.types import Message
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.text.chat import encode_chat
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
-from megatron_stppo.rollout.episodes.playable import Playable, playable, sample
+from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks, sample
 from tests.broken_inputs.inputs import SHAPE
 from tests.data.text.test_chat import TOKENIZERS
 from tests.rollout.vllm.tiny import build_tokenizer, task
@@ -54,14 +54,14 @@ def test_the_longest_prompt_that_fits_stays_and_one_with_another_token_is_left_o
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen = config(tmp_path, of_length(LIMIT), of_length(LIMIT + 1), "é" * 200, "Which?")
-    found = playable(chosen, "train", shown=True)
+    found = fitting_tasks(chosen, "train", shown=True)
     assert ([t.index for t in found.tasks], found.overlong) == ([0, 3], 2)
     assert capsys.readouterr().err == (
         f"megatron-stppo: data.train={tmp_path}/tasks.jsonl: 2 of 4 prompts are longer than "
         f"rollout.max_prompt_tokens={LIMIT} allows; their tasks are left out (the longest has "
         f"{len(encode_chat(build_tokenizer(), [Message('user', 'é' * 200)]))} tokens)\n"
     )
-    assert playable(chosen, "train", shown=False) == found
+    assert fitting_tasks(chosen, "train", shown=False) == found
     assert capsys.readouterr().err == ""
 
 
@@ -69,7 +69,7 @@ def test_held_out_tasks_are_sampled_before_the_long_ones_are_left_out(tmp_path: 
     prompts = ["x" * 500 if i % 2 else "Which?" for i in range(40)]
     chosen = config(tmp_path, *prompts, evaluate={"tasks": 20})
     numbers = sample(range(40), 20)
-    found = playable(chosen, "evaluate", shown=False)
+    found = fitting_tasks(chosen, "evaluate", shown=False)
     assert [t.index for t in found.tasks] == [i for i in numbers if i % 2 == 0]
     assert found.overlong == sum(i % 2 for i in numbers) > 0
 
@@ -78,20 +78,20 @@ def test_prompts_that_are_all_too_long_and_those_that_a_template_rejects_give_on
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError) as raised:
-        playable(config(tmp_path, of_length(90), of_length(80)), "train", shown=True)
+        fitting_tasks(config(tmp_path, of_length(90), of_length(80)), "train", shown=True)
     assert str(raised.value) == (
         f"data.train={tmp_path}/tasks.jsonl: all 2 prompts are longer than rollout.max_prompt_tokens={LIMIT} "
         "allows (the shortest has 80 tokens); raise the limit, or shorten the prompts"
     )
     calls = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [{"function": {}}]}]
     with pytest.raises(ConfigError, match=r"tasks\.jsonl row 2: model\.path: its chat template leaves out"):
-        playable(config(tmp_path, "Which?", calls), "evaluate", shown=False)
+        fitting_tasks(config(tmp_path, "Which?", calls), "evaluate", shown=False)
 
 
 def test_the_prompts_of_agents_are_not_measured_because_agents_send_their_own(tmp_path: Path) -> None:
     chosen = config(tmp_path, "x" * 500, kind="agent")
-    assert playable(chosen, "train", shown=False) == Playable(
-        playable(config(tmp_path, "x" * 500, rollout={}), "train", shown=False).tasks, 0
+    assert fitting_tasks(chosen, "train", shown=False) == FittingTasks(
+        fitting_tasks(config(tmp_path, "x" * 500, rollout={}), "train", shown=False).tasks, 0
     )
 
 
