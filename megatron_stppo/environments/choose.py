@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megatron_stppo.base import interfaces
-from megatron_stppo.config import ConfigError, EnvironmentConfig, own_code
-from megatron_stppo.config.own_code import FOUND
+from megatron_stppo.config import ConfigError, EnvironmentConfig, user_code
+from megatron_stppo.config.user_code import FOUND
 from megatron_stppo.environments import bfcl, reasoning_gym, rewarded, search
 from megatron_stppo.environments.base import Environment, ToolAway
 
@@ -40,15 +40,15 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
     if config.reward is None:
         return make
     where = f"environment.reward={config.reward}"
-    function = rewarded.check_signature(own_code.function(where, config.reward, config.modules), where)
+    function = rewarded.check_signature(user_code.function(where, config.reward, config.modules), where)
     return lambda: rewarded.Rewarded(make(), function, where)
 
 
 def _own(config: EnvironmentConfig) -> Callable[[], Environment]:
     """Return what the user's factory returns."""
     where = f"environment.kind={config.kind}"
-    module, name = own_code.named(where, config.kind, config.modules, "factory", REMEDY)
-    with own_code.one_line(where, REMEDY, ToolAway):
+    module, name = user_code.named(where, config.kind, config.modules, "factory", REMEDY)
+    with user_code.one_line(where, REMEDY, ToolAway):
         own = getattr(importlib.import_module(module), name)
         make: Callable[[], Environment] | None = own(config) if callable(own) else None
     if not callable(make):
@@ -67,7 +67,7 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
     imported here.
     """
     if config.reward is not None:
-        own_code.named(f"environment.reward={config.reward}", config.reward, config.modules, "reward")
+        user_code.named(f"environment.reward={config.reward}", config.reward, config.modules, "reward")
     if config.kind == "search":
         with suppress(*((search.Unreachable,) if resume else ())):
             search.open_retriever(config)
@@ -76,13 +76,13 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
     elif config.kind == AGENT:
         _check_agent(config)
     else:
-        own_code.named(f"environment.kind={config.kind}", config.kind, config.modules, "factory", REMEDY)
+        user_code.named(f"environment.kind={config.kind}", config.kind, config.modules, "factory", REMEDY)
 
 
 def _check_agent(config: EnvironmentConfig) -> None:
     listen_for_agents(config.agents_address).close()
     if config.agent is not None:
-        own_code.named(f"environment.agent={config.agent}", config.agent, config.modules, "agent")
+        user_code.named(f"environment.agent={config.agent}", config.agent, config.modules, "agent")
     elif config.command is not None and shutil.which(config.command[0]) is None:
         raise ConfigError(
             f"environment.command={config.command[0]}: no such program; give its path, or set PATH"

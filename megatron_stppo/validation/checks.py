@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_stppo.base.files import check_absent
-from megatron_stppo.config import Config, ConfigError, old_logprob, own_code
+from megatron_stppo.config import Config, ConfigError, old_logprob, user_code
 from megatron_stppo.config.algorithm import GROUPED
 from megatron_stppo.config.section import Rule, enforce
 from megatron_stppo.parallel.layout import Layout
@@ -179,9 +179,9 @@ def _check_own_functions(config: Config) -> None:
     """Check that the modules of algorithm.loss and algorithm.advantage exist; they are imported later."""
     a, modules = config.algorithm, config.environment.modules
     if a.own_advantage:
-        own_code.named(f"algorithm.advantage={a.advantage}", a.advantage, modules, "advantage")
+        user_code.named(f"algorithm.advantage={a.advantage}", a.advantage, modules, "advantage")
     if a.loss is not None and a.own_loss:
-        own_code.named(f"algorithm.loss={a.loss}", a.loss, modules, "loss")
+        user_code.named(f"algorithm.loss={a.loss}", a.loss, modules, "loss")
     if a.loss is not None and config.parallel.context > 1:
         raise ConfigError(
             f"parallel.context={config.parallel.context} with algorithm.loss={a.loss}: the function gets "

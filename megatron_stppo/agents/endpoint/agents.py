@@ -11,7 +11,7 @@ from typing import Any, cast
 from megatron_stppo.agents.endpoint.command import CommandFailed, last_line
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Outcome
-from megatron_stppo.config import ConfigError, EnvironmentConfig, own_code
+from megatron_stppo.config import ConfigError, EnvironmentConfig, user_code
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import AgentEpisode, StepResult
 
@@ -27,7 +27,7 @@ def open_agent(config: EnvironmentConfig) -> Agent:
         return partial(_commanded, config.command, config.command_variables)
     assert config.agent is not None, "the section requires an agent or a command"
     where = f"environment.agent={config.agent}"
-    agent = own_code.function(where, config.agent, config.modules, "agent")
+    agent = user_code.function(where, config.agent, config.modules, "agent")
     if not inspect.iscoroutinefunction(agent):
         raise ConfigError(f"{where}: is not a coroutine function; write `async def`")
     function: Agent = agent

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_stppo.algorithm.losses import LOSSES
 from megatron_stppo.algorithm.own import OwnAdvantage, OwnLoss, check_advantage, check_loss
 from megatron_stppo.algorithm.penalties import weighted_sum
-from megatron_stppo.config import Config, ConfigError, own_code
+from megatron_stppo.config import Config, ConfigError, user_code
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
 
 
@@ -41,10 +41,10 @@ def _load(config: Config, field: str, text: str | None, check: Callable[[Any], N
     if text is None:
         return None
     where = f"algorithm.{field}={text}"
-    found = own_code.function(where, text, config.environment.modules, field)
+    found = user_code.function(where, text, config.environment.modules, field)
     if not callable(found):
-        raise ConfigError(f"{where}: is no function; {own_code.REMEDY}")
-    with own_code.one_line(where, "see docs/algorithms.md, A loss or an advantage of your own"):
+        raise ConfigError(f"{where}: is no function; {user_code.REMEDY}")
+    with user_code.one_line(where, "see docs/algorithms.md, A loss or an advantage of your own"):
         check(found)
     return found
 
