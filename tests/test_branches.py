@@ -23,7 +23,7 @@ from megatron_stppo.environments.base import Request, StepResult
 from megatron_stppo.observe.describe import describe_rollouts
 from megatron_stppo.parallel.collectives import decode, encode
 from megatron_stppo.replicas.trainer.expected import Expected
-from megatron_stppo.replicas.trainer.groups import Lengths
+from megatron_stppo.replicas.trainer.ledger import Lengths
 from megatron_stppo.replicas.wire.episodes import Done, PackedDone, packed
 from megatron_stppo.rollout.episodes.environment_host import Answer
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
@@ -173,16 +173,17 @@ def test_a_failed_episode_counts_once_towards_the_limit() -> None:
 
 
 def test_a_message_with_branches_arrives_as_it_was_and_is_checked() -> None:
-    done = Done(70, played())
+    whole = played()
+    done = Done(70, whole)
     sent = msgspec.msgpack.encode(packed(done))
     assert msgspec.msgpack.decode(sent, type=PackedDone).unpack() == done
     expected = Expected("", 10, "", "", max_context=6)
-    assert expected.fault(done, {3}) == ""
-    assert replace(expected, vocabulary=9).fault(done, {3}) == "branch 1: turn 0: turn: a token id above 8"
-    assert replace(expected, max_context=5).fault(done, {3}) == "6 tokens exceed rollout.max_context=5"
-    alone = Done(1, Trajectory(TASK, (), (), "error", branches=(Branch((1,), played().turns),)))
+    assert expected.fault(whole, {3}) == ""
+    assert replace(expected, vocabulary=9).fault(whole, {3}) == "branch 1: turn 0: turn: a token id above 8"
+    assert replace(expected, max_context=5).fault(whole, {3}) == "6 tokens exceed rollout.max_context=5"
+    alone = Trajectory(TASK, (), (), "error", branches=(Branch((1,), played().turns),))
     assert expected.fault(alone, {3}) == "no turns, but the outcome error"
-    assert expected.fault(Done(1, played().histories()[1]), {3}) == "a branch without its episode"
+    assert expected.fault(played().histories()[1], {3}) == "a branch without its episode"
 
 
 def test_requests_reach_the_other_ranks_of_an_engine_unchanged() -> None:

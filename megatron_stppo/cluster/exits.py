@@ -7,6 +7,7 @@ import ctypes
 import errno
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,6 +24,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the disk, the user's quota, 
 PATIENCE = 75.0  # seconds that a process gets to end; a save in progress gets 60, and deadlines.END is 90
 # the same by exit code, where no save is in progress: SIGKILL may follow 30 s after SIGTERM
 ENDS = {0: 10.0, Requeue.exit_code: 2.0}
+LOOK = 0.5  # seconds between two checks of the parent
+GRACE = 5.0  # seconds that a process has to end normally after its parent
+PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when the thread that started it ends
 
 
 @contextmanager
@@ -117,6 +121,35 @@ def end_within(code: int, seconds: float = PATIENCE) -> None:
         os._exit(code)
 
     threading.Thread(target=end, name="end", daemon=True).start()
+
+
+def has_ended(parent: int | None) -> bool:
+    """Return whether the process that has started this one has ended; False if it is None."""
+    return parent is not None and os.getppid() != parent
+
+
+def end_after(parent: int) -> None:
+    """End this process at most LOOK + GRACE seconds after its parent. A replica that serves ends earlier, and
+    normally, because its connection ends.
+
+    Until `end_normally` is called, the system kills the process at once: loading a large library holds
+    Python's lock, for a minute or more from a slow disk, and no thread can run meanwhile.
+    """
+
+    def look() -> None:
+        while not has_ended(parent):
+            time.sleep(LOOK)
+        time.sleep(GRACE)
+        print(f"megatron-stppo: the trainer, process {parent}, has ended", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=look, name="parent", daemon=True).start()
+
+
+def end_normally() -> None:
+    """Leave the end of this process to itself. Called when everything is imported."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def is_first_rank() -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_stppo.base.errors import CannotServe, ConfigError
-from megatron_stppo.cluster.exits import is_first_rank
+from megatron_stppo.cluster.exits import end_after, end_normally, has_ended, is_first_rank
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.preemption import OF_A_TERMINAL, PreemptionNotice
 from megatron_stppo.commands.open_run import importing
@@ -57,11 +57,10 @@ def serve(
     """Play episodes for a run of `train` with serving.replicas, as one of its vLLM replicas; one process per
     tensor-parallel rank."""
     from megatron_stppo.config.run import NAME
-    from megatron_stppo.replicas.replica.parent import end_normally, has_ended, watch
     from megatron_stppo.replicas.wire import keys
 
     if parent is not None:
-        watch(parent)
+        end_after(parent)
     _check_overrides(overrides or [])
     if name and not re.fullmatch(NAME, name):
         raise ConfigError(

@@ -13,15 +13,13 @@ from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
-from megatron_stppo.replicas.trainer.groups import Sampling
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.episodes import Done
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.messages import FromTrainer, Hello, Moved, Play, Ready, Receive
-from megatron_stppo.replicas.wire.route import Trained
+from megatron_stppo.replicas.wire.messages import FromTrainer, Hello, Moved, Play, Ready, Receive, Trained
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(12))
 EXPECTED = Expected("m0", 100, "float32", "0.32.0", 64)
@@ -129,7 +127,7 @@ def trainer(
     version: int = 0,
 ) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
     """A hub with batches of two episodes, and a function that connects a replica."""
-    ledger = EpisodeLedger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order, resample=resample), Sampling())
+    ledger = EpisodeLedger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order, resample=resample))
     listener = Listener("127.0.0.1", SIZE)
     told: list[tuple[str, str]] = []
 

@@ -33,7 +33,7 @@ from megatron_stppo.replicas.replica.start import Started, first_rank
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.trainer.start import start_hub
 from megatron_stppo.replicas.wire import keys
-from megatron_stppo.replicas.wire.route import Route, Trained
+from megatron_stppo.replicas.wire.messages import Route, Trained
 from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.training.rollouts import rollout_settings
 from megatron_stppo.weights.sharding.hf_names import read_shape

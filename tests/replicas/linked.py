@@ -18,8 +18,8 @@ import torch.distributed as dist
 from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
 from megatron_stppo.parallel.collectives import all_gather_bytes, broadcast_bytes
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.route import Route, Trained, layouts_of, tell_lost
-from megatron_stppo.replicas.wire.weights import Link, LinkLost
+from megatron_stppo.replicas.wire.messages import Route, Trained
+from megatron_stppo.replicas.wire.weights import Link, LinkLost, layouts_of, tell_lost
 from megatron_stppo.weights.sharding.spans import row_widths
 from tests.replicas.two_programs import await_note, post
 from tests.weights.reshard.pieces import blank, checkpoint, cut, model_shape, padding_rows

@@ -10,7 +10,7 @@ import torch
 
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.route import Route, Trained
+from megatron_stppo.replicas.wire.messages import Route, Trained
 from tests.replicas.two_programs import await_note, post
 from tests.rollout.vllm.tiny import CONTEXT, fill
 

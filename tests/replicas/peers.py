@@ -17,7 +17,8 @@ from megatron_stppo.replicas.wire.channel import LENGTH, Channel, authenticate
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.keys import Connection
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.messages import Counters, Ready, pack
+from megatron_stppo.replicas.wire.measure import Counters
+from megatron_stppo.replicas.wire.messages import Ready, pack
 
 MAX = 2**20  # bytes of a message
 READY = pack(Ready(1), MAX)

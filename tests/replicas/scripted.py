@@ -27,10 +27,11 @@ from megatron_stppo.replicas.wire.messages import (
     Play,
     Ready,
     Receive,
+    Route,
     Stop,
+    Trained,
 )
-from megatron_stppo.replicas.wire.route import Route, Trained, tell_lost
-from megatron_stppo.replicas.wire.weights import Link
+from megatron_stppo.replicas.wire.weights import Link, tell_lost
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from megatron_stppo.weights.sharding.spans import row_widths, training_layouts
 from tests.weights.reshard.pieces import cut

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from megatron_stppo.replicas.replica.activity import Activity
-from megatron_stppo.replicas.wire.messages import Counters
+from megatron_stppo.replicas.wire.measure import Activity, Counters
 
 
 def joined() -> Activity:

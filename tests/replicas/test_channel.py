@@ -23,11 +23,11 @@ from megatron_stppo.config import (
 )
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.measure import Counters
 from megatron_stppo.replicas.wire.messages import (
     Alive,
     Announce,
     Assignment,
-    Counters,
     Done,
     Play,
     Ready,

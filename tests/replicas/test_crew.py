@@ -1,6 +1,6 @@
 """Which replica plays which episodes."""
 
-from megatron_stppo.replicas.trainer.crew import shares
+from megatron_stppo.replicas.trainer.member import shares
 
 
 def test_episodes_go_to_the_replica_that_plays_fewest() -> None:

@@ -28,9 +28,9 @@ from megatron_stppo.replicas.wire.messages import (
     Play,
     Ready,
     Receive,
+    Route,
     Stop,
 )
-from megatron_stppo.replicas.wire.route import Route
 from megatron_stppo.training.rollouts import rollout_settings
 from tests.replicas.hubs import TASKS, ScriptedReplica, Trainer, hello, played, trainer, until
 from tests.rollout.vllm.tiny import build_model

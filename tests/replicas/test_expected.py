@@ -141,9 +141,9 @@ def test_the_time_is_linear_in_the_number_of_turns_and_tokens() -> None:
     turn = Turn((1,) * 100, (-0.5,) * 100, (2,) * 100, 0.0, ((3, 100),))
 
     def seconds(turns: int) -> float:
-        done = Done(7, replace(TRUE, turns=(turn,) * turns))
+        long = replace(TRUE, turns=(turn,) * turns)
         began = time.process_time()
-        assert Expected("", 10, "", "", max_context=10**9).fault(done, held={3}) == ""
+        assert Expected("", 10, "", "", max_context=10**9).fault(long, held={3}) == ""
         return time.process_time() - began
 
     assert min(seconds(4000) for _ in range(3)) < 20 * min(seconds(400) for _ in range(3)) + 0.01
@@ -163,4 +163,4 @@ def sent(change: dict[str, Any]) -> object:
 
 
 def found(trajectory: Trajectory, held: Collection[int] = range(5), **given: Any) -> str:
-    return replace(EXPECTED, **given).fault(Done(7, trajectory), held)
+    return replace(EXPECTED, **given).fault(trajectory, held)

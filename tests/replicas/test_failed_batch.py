@@ -10,7 +10,6 @@ import pytest
 from megatron_stppo.base.errors import TooManyFailures
 from megatron_stppo.data.ledger import Terms
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.groups import Sampling
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.wire.episodes import decode_episodes
 from tests.replicas.hubs import TASKS, trainer
@@ -38,7 +37,7 @@ def test_the_failed_episodes_of_all_batches_are_played_again_by_a_resumed_run_an
         replica.join()
         state, kept = rollouts.state() | {"iteration": 0}, decode_episodes(rollouts.episodes())[0]
     assert {done.number for done in kept} == {0, 1, 2}
-    again = EpisodeLedger(TaskCursor(TASKS, 0), Terms(2, 1, 1), Sampling())
+    again = EpisodeLedger(TaskCursor(TASKS, 0), Terms(2, 1, 1))
     again.restore(state, kept)
     assert [episode.number for episode in again.unfinished()] == [0, 2, 3]
     assert again.admit(0) == [], "the bound is that of the iteration that failed"

@@ -30,10 +30,10 @@ from megatron_stppo.replicas.wire.channel import LENGTH, NONCE, PROOF, Channel, 
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.keys import Connection
 from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.measure import Counters
 from megatron_stppo.replicas.wire.messages import (
     Alive,
     Announce,
-    Counters,
     Done,
     Ready,
     ReplicaEnds,

@@ -13,7 +13,6 @@ from megatron_stppo.base.types import Outcome, Task, Trajectory, Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.ledger import Order, Terms
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.groups import Sampling
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.wire.episodes import decode_episodes, encode_episodes
 
@@ -22,7 +21,7 @@ ELSEWHERE = Task("other", (), ("no",), "train", 99)
 
 
 def ledger(tasks: int = 2, samples: int = 1, staleness: int = 1, order: Order = "admission") -> EpisodeLedger:
-    return EpisodeLedger(TaskCursor(TASKS, seed=0), Terms(tasks, samples, staleness, order), Sampling())
+    return EpisodeLedger(TaskCursor(TASKS, seed=0), Terms(tasks, samples, staleness, order))
 
 
 def played(number: int, tokens: int = 0, outcome: Outcome = "ok") -> Trajectory:
@@ -45,7 +44,7 @@ def test_a_bound_of_l_admits_l_further_batches() -> None:
 
 
 def test_episodes_have_the_seeds_and_places_of_the_colocated_run() -> None:
-    book = EpisodeLedger(TaskCursor(TASKS, 0), Terms(2, 2, 1), Sampling(seed=5))
+    book = EpisodeLedger(TaskCursor(TASKS, 0), Terms(2, 2, 1), seed=5)
     admitted = book.admit(0)
     assert [(a.seed, a.place, a.group) for a in admitted[:4]] == [
         (5_000_015, place, group) for place, group in ((0, 0), (1, 0), (2, 1), (3, 1))

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.ledger import Order, Taken, Terms
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.groups import Sampling
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.wire.episodes import decode_episodes, encode_episodes
 from megatron_stppo.replicas.wire.messages import Assignment
@@ -34,7 +33,7 @@ class Run:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.book = EpisodeLedger(TaskCursor(TASKS, seed=0), self.terms, Sampling(self.seed))
+        self.book = EpisodeLedger(TaskCursor(TASKS, seed=0), self.terms, self.seed)
 
     def note(self, iteration: int, new: list[Assignment]) -> bool:
         assert not self.admitted.keys() & {a.number for a in new}, "an episode is admitted once"
@@ -222,9 +221,7 @@ def test_groups_that_take_a_place_again_after_the_bound_was_lowered_get_random_n
 
 
 def test_dropped_groups_are_numbered_in_the_order_of_their_admission() -> None:
-    book = EpisodeLedger(
-        TaskCursor(TASKS, seed=0), Terms(2, SAMPLES, 1, "completion", resample=1), Sampling()
-    )
+    book = EpisodeLedger(TaskCursor(TASKS, seed=0), Terms(2, SAMPLES, 1, "completion", resample=1))
     book.admit(0)
     for number, reward in ((2, 1.0), (3, 1.0), (0, 0.5), (1, 0.5)):  # group 1, then group 0
         turn = Turn((7,), (-0.5,), (), reward, ((0, 1),))

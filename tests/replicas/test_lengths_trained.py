@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.data.ledger import Order, Terms
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.groups import Sampling
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 
 TASK = Task("test", (), ("yes",), "train", 0)
@@ -47,7 +46,7 @@ class Simulated:
 
     def __post_init__(self) -> None:
         terms = Terms(BATCH, self.samples, self.staleness, self.order)
-        self.ledger = EpisodeLedger(TaskCursor((TASK,), 0), terms, Sampling())
+        self.ledger = EpisodeLedger(TaskCursor((TASK,), 0), terms)
         self._playing: list[tuple[float, int]] = []  # (end in seconds, number of the episode)
 
     def train(self, iterations: int) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_stppo.cluster import exits
 from megatron_stppo.config import ConfigError
-from megatron_stppo.replicas.replica import parent
 from megatron_stppo.replicas.trainer.local import LocalReplica, LocalReplicas
 from megatron_stppo.replicas.wire.messages import Stop, process_name
 from tests.replicas.hubs import hello, trainer
@@ -88,16 +88,16 @@ def test_a_process_ends_soon_after_the_one_that_has_started_it(
     imported: bool, look: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it imports, its thread may not run for a long time."""
-    monkeypatch.setattr(parent, "LOOK", look)
-    monkeypatch.setattr(parent, "GRACE", 0.1)
-    assert not parent.has_ended(None) and not parent.has_ended(os.getppid())
+    monkeypatch.setattr(exits, "LOOK", look)
+    monkeypatch.setattr(exits, "GRACE", 0.1)
+    assert not exits.has_ended(None) and not exits.has_ended(os.getppid())
     reads, writes = os.pipe()
     if (trainer := os.fork()) == 0:
         starter = os.getpid()
         if os.fork() == 0:
-            parent.watch(starter)
+            exits.end_after(starter)
             if imported:
-                parent.end_normally()
+                exits.end_normally()
             os.write(writes, b"1")
             time.sleep(60)
         time.sleep(60)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_stppo.replicas.trainer import measure
-from megatron_stppo.replicas.trainer.measure import ServingMeter
-from megatron_stppo.replicas.wire.messages import Alive, Counters, ReplicaEnds
+from megatron_stppo.replicas.wire import measure
+from megatron_stppo.replicas.wire.measure import Counters, ServingMeter
+from megatron_stppo.replicas.wire.messages import Alive, ReplicaEnds
 from tests.documented import undocumented, unreported
 from tests.replicas.hubs import ScriptedReplica, Trainer, trainer, until
 
@@ -54,7 +54,7 @@ def test_a_row_has_the_differences_since_the_last_one_and_lost_replicas_count(cl
         b.dialer.send(ReplicaEnds("left", "SIGTERM"))
         until(lambda: t.crew.lost == 1)
         meter.waited, meter.sent, clock.now = 4.0, 3_500_000, 110.0
-        row = meter.row(t.hub)
+        row = meter.row(t.hub.counters(), t.hub.numbers())
         assert 0 < row.pop("serving/update_seconds") < 30
         assert row == {
             "serving/replicas": 1,
@@ -78,7 +78,7 @@ def test_a_row_has_the_differences_since_the_last_one_and_lost_replicas_count(cl
         t.join(again, "b")  # its counters begin at 0 again
         report(t, again, Counters(seconds=5.0, tokens=6, steps=3, step_seconds=0.75))
         clock.now = 112.0
-        row = meter.row(t.hub)
+        row = meter.row(t.hub.counters(), t.hub.numbers())
         assert (row["serving/generated_tokens"], row["serving/step_ms"]) == (6.0, 250.0)
         assert (row["serving/trainer_idle_share"], row["serving/idle_share"]) == (0.0, 0.0)
         assert "serving/pause_ms" not in row, "no update, no pause"
@@ -92,7 +92,7 @@ def test_every_metric_of_asynchronous_training_is_described(clock: SimpleNamespa
         meter.start(t.hub.counters())
         report(t, a, FIRST)
         clock.now += 1
-        row = meter.row(t.hub)
+        row = meter.row(t.hub.counters(), t.hub.numbers())
     assert not undocumented(row)
     assert not [name for name in unreported(row) if name.startswith("serving/")]
     assert not undocumented(["staleness/tokens_0", "staleness/tokens_3"])

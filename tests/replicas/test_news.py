@@ -12,10 +12,10 @@ import pytest
 
 from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.environments.base import StepResult, ToolAway
-from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.replica.news import End, NewsSource
 from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.measure import Activity
 from megatron_stppo.replicas.wire.messages import (
     Announce,
     Assignment,
@@ -23,9 +23,9 @@ from megatron_stppo.replicas.wire.messages import (
     Play,
     Ready,
     Receive,
+    Route,
     Stop,
 )
-from megatron_stppo.replicas.wire.route import Route
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from tests.replicas.peers import connected, until

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace as replace_struct
 
 from megatron_stppo.base.types import Turn
-from megatron_stppo.replicas.trainer.playing import send_episodes
 from megatron_stppo.replicas.wire.episodes import Unfinished, decode_episodes, encode_episodes
 from megatron_stppo.replicas.wire.messages import (
     Assignment,
@@ -49,7 +48,7 @@ def test_a_replica_that_leaves_hands_its_unfinished_episodes_to_another_one() ->
         assert given[1].record == told.record and given[0].record == ()
         more = record(1, turn(3, reason="stop"), turn(4, version=1))  # b never had version 0
         b.dialer.send(more)
-        until(lambda: t.crew.records.of(1) == more.record)
+        until(lambda: t.crew.records.get(1) == more.record)
         b.finish(1, turns=(Turn((7,) * 3, (-0.5,) * 3, (), 0.0, ((0, 3),)),))
         b.finish(0, turns=(Turn((7,) * 3, (-0.5,) * 3, (), 0.0, ((0, 3),)),))
         until(lambda: t.crew.lost == 2)  # version 0 is in the record of 1 only
@@ -151,5 +150,5 @@ def test_a_record_that_makes_an_episode_too_long_for_a_message_is_left_out() -> 
         t.join(a, "a")
         many = Unfinished.of(-1, (RecordedHistory((1, 2), (turn(60),)),) * (SIZE // 700))
         given = Assignment(-1, TASKS[0], 0, 5, 0, 0.0, 1.0, 0, many.record)
-        send_episodes(t.listener, t.crew.members[t.names()["a"]].peer, [given])
+        t.crew.members[t.names()["a"]].play([given])
         assert a.next(Play).episodes == (replace_struct(given, record=()),)

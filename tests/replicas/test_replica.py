@@ -16,7 +16,7 @@ import pytest
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.replicas.wire import keys
-from megatron_stppo.replicas.wire.messages import Counters
+from megatron_stppo.replicas.wire.measure import Counters
 from megatron_stppo.rollout.episodes.episode import Limits
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from tests.ranks import run_ranks

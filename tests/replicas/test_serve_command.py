@@ -16,7 +16,7 @@ import pytest
 from megatron_stppo.commands.serve import serve
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.replicas.wire import keys
-from megatron_stppo.replicas.wire.digest import model_digest
+from megatron_stppo.replicas.wire.messages import model_digest
 from tests.replicas.test_keys import CONNECTION
 from tests.rollout.vllm.tiny import build_model
 

@@ -12,7 +12,7 @@ from megatron_stppo.commands.serve import _open
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer.start import start_hub
-from megatron_stppo.replicas.wire.route import Trained
+from megatron_stppo.replicas.wire.messages import Trained
 from tests.ranks import run_ranks
 from tests.rollout.vllm.tiny import build_model
 

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_stppo.replicas.replica.news import News
 from megatron_stppo.replicas.replica.replica import Replica
-from megatron_stppo.replicas.wire.messages import Receive
-from megatron_stppo.replicas.wire.route import Route
+from megatron_stppo.replicas.wire.messages import Receive, Route
 from megatron_stppo.replicas.wire.weights import LinkLost
 from megatron_stppo.weights.reshard.verify import ReshardError
 

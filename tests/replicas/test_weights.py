@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from megatron_stppo.cluster.launch.rendezvous import files_needed
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.wire.route import layouts_of, why_lost
-from megatron_stppo.replicas.wire.weights import Link, LinkLost
+from megatron_stppo.replicas.wire.weights import Link, LinkLost, layouts_of, why_lost
 from megatron_stppo.weights.reshard.plan import lower_bound
 from megatron_stppo.weights.sharding.spans import row_widths
 from tests.ranks import RankError

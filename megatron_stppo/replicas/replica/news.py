@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.episodes import Unfinished
+from megatron_stppo.replicas.wire.measure import Activity
 from megatron_stppo.replicas.wire.messages import (
     Alive,
     Announce,

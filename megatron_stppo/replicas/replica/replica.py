@@ -15,11 +15,10 @@ from megatron_stppo.base.errors import CannotServe, Ending, ToolsStayAway
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.collectives import broadcast_record
-from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.replica.news import End, News, NewsSource
 from megatron_stppo.replicas.wire.episodes import Done, unpack_record
-from megatron_stppo.replicas.wire.messages import Assignment, Give, Moved, Receive, ReplicaEnds
-from megatron_stppo.replicas.wire.route import Route
+from megatron_stppo.replicas.wire.measure import Activity
+from megatron_stppo.replicas.wire.messages import Assignment, Give, Moved, Receive, ReplicaEnds, Route
 from megatron_stppo.replicas.wire.weights import Link, LinkLost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.play import InProgress, OneVersion, Player

@@ -24,15 +24,13 @@ from megatron_stppo.config import Config
 from megatron_stppo.environments.base import AnyEnvironment
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.parallel.collectives import broadcast_bytes
-from megatron_stppo.replicas.replica.activity import Activity
 from megatron_stppo.replicas.replica.news import NewsSource
 from megatron_stppo.replicas.replica.replica import Replica, raise_failure
 from megatron_stppo.replicas.wire.address import is_loopback
 from megatron_stppo.replicas.wire.dialer import Dialer
-from megatron_stppo.replicas.wire.digest import model_digest
 from megatron_stppo.replicas.wire.keys import FOLDER, Connection
-from megatron_stppo.replicas.wire.messages import Hello, limit_of, process_name
-from megatron_stppo.replicas.wire.route import Route
+from megatron_stppo.replicas.wire.measure import Activity
+from megatron_stppo.replicas.wire.messages import Hello, Route, limit_of, model_digest, process_name
 from megatron_stppo.replicas.wire.weights import Link
 from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.play import OneVersion

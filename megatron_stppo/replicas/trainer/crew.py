@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -24,63 +24,49 @@ from megatron_stppo.parallel.weight_tree import Hop, Node, WeightTree
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
-from megatron_stppo.replicas.trainer.playing import (
-    EpisodeRecords,
-    Member,
-    send_episodes,
-    shares,
-    versions_of,
-)
+from megatron_stppo.replicas.trainer.member import Member, shares
 from megatron_stppo.replicas.wire import messages
 from megatron_stppo.replicas.wire.channel import Channel
-from megatron_stppo.replicas.wire.episodes import Done, Unfinished
+from megatron_stppo.replicas.wire.episodes import Done, PackedRecord, Unfinished, versions_of
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.route import Route, Trained
+from megatron_stppo.replicas.wire.measure import Counters
+from megatron_stppo.replicas.wire.messages import Assignment, Receive, Route, Trained
 
 ABSENT = 10  # times serving.timeout: how long a run waits for a replica when it has none
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class Crew:
     """The connected replicas and the episodes that wait for one.
 
     A replica is named by its group, a name that is used once. Its own name is used again by the replica that
     replaces it.
+
+    tell_lost: called with the group of a lost replica and the reason, so that no rank waits for it
+    (wire/weights.py); in a thread of its own, for which no replica waits.
     """
 
-    def __init__(
-        self,
-        listener: Listener,
-        ledger: EpisodeLedger,
-        expected: Expected,
-        address: tuple[str, int],
-        trained: Trained,
-        timeout: float,
-        local: LocalReplicas | None = None,
-        tell_lost: Callable[[str, str], None] = lambda group, why: None,
-    ) -> None:
-        """address: host and port of the store on which the groups for weights are built. trained: how the
-        trainer holds the weights. timeout: seconds of silence after which a replica is lost.
-
-        local: the replicas that this machine starts. tell_lost: called with the group of a lost replica and
-        the reason, so that no rank waits for it (wire/weights.py); in a thread of its own, for which no
-        replica waits.
-        """
-        self.listener, self.ledger, self.local = listener, ledger, local
-        self._expected, self._timeout = expected, timeout
-        self._tell_lost, self._address, self._trained = tell_lost, address, trained
-        self._added = 0
-        self._alone_since = time.monotonic()
-        self._waiting: deque[messages.Assignment] = deque()
-        self._gone = messages.Counters()  # of lost replicas
-        self.members: dict[str, Member] = {}  # by group
-        self.tree, self.records = WeightTree(), EpisodeRecords(expected)
-        self.lost, self.reassigned = 0, 0  # replicas; episodes of lost ones, which were assigned again
-        self.results: dict[int, Trajectory] = {}  # of evaluations, by number
-        self.trouble: Exception | None = None  # why the run must end, as soon as it waits for replicas
-
-    def by_name(self) -> list[Member]:
-        return sorted(self.members.values(), key=lambda member: member.hello.name)
+    listener: Listener
+    ledger: EpisodeLedger
+    expected: Expected
+    address: tuple[str, int]  # host and port of the store on which the groups for weights are built
+    trained: Trained  # how the trainer holds the weights
+    timeout: float  # seconds of silence after which a replica is lost
+    local: LocalReplicas | None = None  # the replicas that this machine starts
+    tell_lost: Callable[[str, str], object] = lambda group, why: None
+    members: dict[str, Member] = field(default_factory=dict, init=False)  # by group
+    tree: WeightTree = field(default_factory=WeightTree, init=False)
+    # What each episode in progress has played, as replicas have told, by its number
+    records: dict[int, PackedRecord] = field(default_factory=dict, init=False)
+    results: dict[int, Trajectory] = field(default_factory=dict, init=False)  # of evaluations, by number
+    lost: int = field(default=0, init=False)  # replicas
+    reassigned: int = field(default=0, init=False)  # episodes of lost replicas, which were assigned again
+    trouble: Exception | None = field(default=None, init=False)  # why the run must end when it waits
+    _waiting: deque[Assignment] = field(default_factory=deque, init=False)
+    _gone: Counters = field(default_factory=Counters, init=False)  # of lost replicas
+    _added: int = field(default=0, init=False)
+    _alone_since: float = field(default_factory=time.monotonic, init=False)
 
     @property
     def joined(self) -> int:
@@ -91,12 +77,12 @@ class Crew:
         """Return the numbers of the episodes that replicas play."""
         return [number for member in self.members.values() for number in member.playing]
 
-    def counters(self) -> messages.Counters:
+    def counters(self) -> Counters:
         """Return the sum of the newest counters of all replicas that serve or have served."""
         return sum((member.counters for member in self.members.values()), self._gone)
 
     def numbers(self) -> dict[str, float]:
-        """Return the metrics of the replicas, and of the episodes that are not trained on."""
+        """Return the metrics of the replicas, of the episodes that are not trained on, and of their order."""
         return {
             "replicas": self.joined,
             "lost": self.lost,
@@ -104,29 +90,30 @@ class Crew:
             "episodes_waiting": len(self._waiting),
             "episodes_playing": len(self.playing()),
             "episodes_finished": self.ledger.ready,
+            **self.ledger.bias(),
+            "update_seconds": self.tree.seconds,
         }
 
-    def at_version(self, episodes: Iterable[messages.Assignment]) -> list[messages.Assignment]:
-        """Return the episodes, which must not begin before their replica has the newest version."""
-        return [msgspec.structs.replace(episode, version=self.tree.version) for episode in episodes]
-
-    def append(self, episodes: Iterable[messages.Assignment]) -> None:
-        """Assign episodes after all that wait."""
-        self._waiting.extend(episodes)
-        self.assign()
-
-    def prepend(self, episodes: Iterable[messages.Assignment]) -> None:
-        """Assign episodes before all that wait."""
-        self._waiting.extendleft(reversed(list(episodes)))
+    def add(self, episodes: Iterable[Assignment], first: bool = False) -> None:
+        """Assign episodes after all that wait, or before them. They begin with the newest version."""
+        new = [msgspec.structs.replace(episode, version=self.tree.version) for episode in episodes]
+        if first:
+            self._waiting.extendleft(reversed(new))
+        else:
+            self._waiting.extend(new)
         self.assign()
 
     def assign(self) -> None:
         """Give waiting episodes to the replicas that have joined and have free places."""
-        serving = [member for member in self.by_name() if member.node.has_joined]
+        joined = (member for member in self.members.values() if member.node.has_joined)
+        serving = sorted(joined, key=lambda member: member.hello.name)
         playing = [len(member.playing) for member in serving]
         capacity = [member.hello.capacity for member in serving]
         for member, share in zip(serving, shares(len(self._waiting), playing, capacity), strict=True):
-            self._play(member, [self._waiting.popleft() for _ in range(share)])
+            episodes = [self._waiting.popleft() for _ in range(share)]
+            member.playing |= {episode.number: episode for episode in episodes}
+            if episodes:
+                member.play([self._with_record(episode) for episode in episodes])
 
     def take(self, peer: Channel, message: messages.FromReplica) -> None:
         """Apply a message. Messages of unknown peers are ignored, except the first Hello."""
@@ -177,28 +164,26 @@ class Crew:
             if (member := self._named(name)) is not None:
                 self._lose(member, why)
         for group, member in list(self.members.items()):
-            if (silent := member.peer.silence) > self._timeout:
-                limit = f"(serving.timeout={self._timeout:g})"
-                why = f"no sign of life for {silent:.0f} s {limit}"
+            if (silent := member.peer.silence) > self.timeout:
+                why = f"no sign of life for {silent:.0f} s (serving.timeout={self.timeout:g})"
                 self.expel(group, why if silent < math.inf else "its connection has ended")
-        now = time.monotonic()
+        alone = time.monotonic() - self._alone_since
         if self.members:
-            self._alone_since = now
+            self._alone_since = time.monotonic()
             if isinstance(self.trouble, EngineLost):  # a replica came before the error was raised
                 self.trouble = None
         elif self.local is not None and self.local.gave_up:
             self.trouble = EngineLost(self.local.gave_up)
-        elif now - self._alone_since > ABSENT * self._timeout:
+        elif alone > ABSENT * self.timeout:
             self.trouble = EngineLost(
-                f"no replica has served for {now - self._alone_since:.0f} s; start one with "
-                "`megatron-stppo serve RUN_DIR`"
+                f"no replica has served for {alone:.0f} s; start one with `megatron-stppo serve RUN_DIR`"
             )
 
     def _named(self, name: str) -> Member | None:
         return next((member for member in self.members.values() if member.hello.name == name), None)
 
     def _greet(self, peer: Channel, hello: messages.Hello) -> None:
-        why = self._expected.refusal(hello)
+        why = self.expected.refusal(hello)
         if self.local is not None and not self.local.expects(hello.name, hello.process):
             why = f"--name={hello.name}: train starts a replica of this name itself; choose another"
         elif self._named(hello.name) is not None:
@@ -210,71 +195,75 @@ class Crew:
         self._added += 1
         group = f"member-{self._added}"
         node = self.tree.nodes[group] = Node(hello.tensor)
-        self.members[group] = Member(group, peer, hello, node)
+        self.members[group] = Member(group, self.listener, peer, hello, node)
         self.pass_on()
 
     def begin(self, version: int) -> None:
         """Begin to send a version to all replicas, and announce it to those that have joined."""
         for group in self.tree.begin(version):
-            self.listener.send(self.members[group].peer, messages.Announce(version))
+            self.members[group].send(messages.Announce(version))
 
     def pass_on(self) -> None:
         """Begin the transfers between replicas that can begin now."""
         for hop in self.tree.hops():
-            message = messages.Give(self.route(hop), hop.version)
-            self.listener.send(self.members[hop.source].peer, message)
+            self.members[hop.source].send(messages.Give(self._route(hop), hop.version))
             self.receive(hop)
 
-    def receive(self, hop: Hop) -> messages.Receive:
+    def receive(self, hop: Hop) -> Receive:
         """Tell the receiver of a transfer, and return the message."""
-        target, message = self.members[hop.target], messages.Receive(self.route(hop), hop.version)
+        target, message = self.members[hop.target], Receive(self._route(hop), hop.version)
         target.held.add(hop.version)
-        self.listener.send(target.peer, message)
+        target.send(message)
         return message
 
-    def route(self, hop: Hop) -> Route:
+    def _route(self, hop: Hop) -> Route:
         source = self.members.get(hop.source)
         ends = tuple(group for group in (hop.source, hop.target) if group)
-        held = self._trained if source is None else source.hello.tensor
-        tensor = self.members[hop.target].hello.tensor
-        return Route(hop.route, *self._address, held, tensor, ends)
+        held = self.trained if source is None else source.hello.tensor
+        return Route(hop.route, *self.address, held, self.members[hop.target].hello.tensor, ends)
 
     def _moved(self, member: Member, moved: messages.Moved) -> None:
-        had_joined = member.node.has_joined
+        node, had_joined = member.node, member.node.has_joined
         for group in self.tree.ended(moved.route, member.group, bool(moved.failed)):
             self.expel(group, f"too many transfers of weights have failed: {one_line(moved.failed)}")
         if moved.failed:
             _warn(f"replica {member.hello.name}: {one_line(moved.failed)}; weights are sent again")
-        elif member.node.has_joined and not had_joined:
-            joined = f"replica {member.hello.name} has joined at version {member.node.version}"
+        elif node.has_joined and not had_joined:
+            joined = f"replica {member.hello.name} has joined at version {node.version}"
             say(f"{joined}; replicas: {self.joined}")
             self.assign()
-        if not moved.failed and -1 < member.node.version < self.tree.version:  # begun meanwhile
-            self.listener.send(member.peer, messages.Announce(self.tree.version))
+        if not moved.failed and -1 < node.version < self.tree.version:  # begun meanwhile
+            member.send(messages.Announce(self.tree.version))
         self.pass_on()
 
     def _done(self, member: Member, done: Done) -> None:
-        if done.number not in member.playing:
-            return self.expel(member.group, f"it returned episode {done.number}, which it was not given")
+        """Store an episode that has ended: in the ledger, or for the evaluation that waits for it."""
+        number, played = done.number, done.trajectory
+        if number not in member.playing:
+            return self.expel(member.group, f"it returned episode {number}, which it was not given")
         # an evaluation has one version: no replica is updated before it has ended
-        held = {max(member.held)} if done.number < 0 else member.held | self.records.versions(done.number)
-        if why := self._expected.fault(done, held):
-            return self.expel(member.group, f"episode {done.number}: {why}")
-        assigned = member.playing.pop(done.number)
-        # The task is the trainer's own copy: a replica might return another one.
-        played = replace(done.trajectory, task=assigned.task, group=assigned.group)
-        if done.number < 0:
-            self.results[done.number] = played
+        held = {max(member.held)} if number < 0 else self._known(member, number)
+        if why := self.expected.fault(played, held):
+            return self.expel(member.group, f"episode {number}: {why}")
+        assigned = member.playing.pop(number)
+        if number < 0:
+            # The task is the trainer's own copy: a replica might return another one.
+            self.results[number] = replace(played, task=assigned.task, group=assigned.group)
         else:
-            self.ledger.finish(done.number, played)
-            self.records.drop(done.number)
+            self.ledger.finish(number, played)
+            self.records.pop(number, None)
         self.assign()
 
     def _record(self, member: Member, told: Unfinished) -> None:
         if told.number not in member.playing or told.number < 0:
             return self.expel(member.group, f"it recorded episode {told.number}, which it was not given")
-        if why := self.records.keep(told, member.held):
-            self.expel(member.group, f"record of episode {told.number}: {why}")
+        if why := self.expected.record_fault(told.record, self._known(member, told.number)):
+            return self.expel(member.group, f"record of episode {told.number}: {why}")
+        self.records[told.number] = told.record
+
+    def _known(self, member: Member, number: int) -> set[int]:
+        """Return the versions that a replica may name for an episode, which another one may have begun."""
+        return member.held | versions_of(self.records.get(number, ()))
 
     def _lose(self, member: Member, why: str) -> None:
         """Remove a replica. Its episodes are the first to be assigned next."""
@@ -284,17 +273,13 @@ class Crew:
         self._gone += member.counters
         again = f"{len(member.playing)} episodes are played again"
         _warn(f"replica {member.hello.name} is lost: {why}; {again}; replicas: {self.joined}")
-        threading.Thread(target=self._tell_lost, args=(member.group, why), name="loss", daemon=True).start()
-        self.prepend(member.playing.values())
+        threading.Thread(target=self.tell_lost, args=(member.group, why), name="loss", daemon=True).start()
+        self._waiting.extendleft(reversed(member.playing.values()))
+        self.assign()
 
-    def _play(self, member: Member, episodes: list[messages.Assignment]) -> None:
-        member.playing |= {episode.number: episode for episode in episodes}
-        if given := [self._with_record(episode) for episode in episodes]:
-            send_episodes(self.listener, member.peer, given)
-
-    def _with_record(self, episode: messages.Assignment) -> messages.Assignment:
+    def _with_record(self, episode: Assignment) -> Assignment:
         """Return the episode with what was played of it. No older version may continue it."""
-        record = self.records.of(episode.number)
+        record = self.records.get(episode.number, ())
         version = max({episode.version} | versions_of(record))
         return msgspec.structs.replace(episode, record=record, version=version)
 

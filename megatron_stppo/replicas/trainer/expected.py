@@ -22,7 +22,7 @@ from megatron_stppo.config.run import NAME
 from megatron_stppo.data.routes import dtype_of
 from megatron_stppo.data.validity import episode_fault, ids_fault, turn_fault
 from megatron_stppo.environments.contract import MAX_METRICS, METRIC
-from megatron_stppo.replicas.wire.episodes import Done, PackedRecord, unpack_record
+from megatron_stppo.replicas.wire.episodes import PackedRecord, unpack_record
 from megatron_stppo.replicas.wire.messages import Hello
 from megatron_stppo.rollout.episodes.record import RecordedHistory
 
@@ -75,17 +75,17 @@ class Expected:
                 )
         return ""
 
-    def fault(self, done: Done, held: Collection[int]) -> str:
+    def fault(self, played: Trajectory, held: Collection[int]) -> str:
         """Return why an episode is not possible, in one printable line, or "". Takes linear time.
 
         held: versions that the trainer has sent to this replica.
         Example: "turn 0: version 7 was never sent to this replica".
         """
-        if reason := _trajectory_fault(done.trajectory):
+        if reason := _trajectory_fault(played):
             return reason
-        for played in done.trajectory.histories():
-            if reason := self._history_fault(played, held):
-                return f"branch {played.branch}: {reason}" if played.branch else reason
+        for history in played.histories():
+            if reason := self._history_fault(history, held):
+                return f"branch {history.branch}: {reason}" if history.branch else reason
         return ""
 
     def record_fault(self, record: PackedRecord, held: Collection[int]) -> str:

@@ -18,9 +18,9 @@ from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.local import GRACE, LEAVING
-from megatron_stppo.replicas.trainer.playing import versions_of
-from megatron_stppo.replicas.wire.episodes import Done, Unfinished
-from megatron_stppo.replicas.wire.messages import Assignment, Counters, Receive, Stop, TellUnfinished
+from megatron_stppo.replicas.wire.episodes import Done, Unfinished, versions_of
+from megatron_stppo.replicas.wire.measure import Counters
+from megatron_stppo.replicas.wire.messages import Assignment, Receive, Stop, TellUnfinished
 
 T = TypeVar("T")
 TICK = 0.2  # seconds between two checks for lost replicas
@@ -35,7 +35,7 @@ class Hub:
     def __init__(self, crew: Crew, notice: Callable[[], str] = lambda: "") -> None:
         """notice: returns why the run must end soon, for example the name of a signal, or ""."""
         self._crew, self._notice, self.ledger = crew, notice, crew.ledger
-        self._sends_apart = False  # whether the trainer sends in a thread of its own
+        self.sends_apart = False  # whether a thread of the trainer sends weights
         self._changed = threading.Condition()
         self._snapshots = 0  # so far
         self._told = ""  # why the run must end soon, if only another rank knows
@@ -49,7 +49,7 @@ class Hub:
         They begin with the version that was announced last, or a later one.
         """
         with self._changed:
-            self._crew.append(self._crew.at_version(self.ledger.admit(iteration)))
+            self._crew.add(self.ledger.admit(iteration))
 
     def state(self) -> dict[str, Any]:
         """Return the ledger's state."""
@@ -59,7 +59,7 @@ class Hub:
     def kept(self) -> tuple[list[Done], list[Unfinished]]:
         """Return the ledger's episodes for a checkpoint, and the records of those in progress."""
         with self._changed:
-            return self.ledger.kept(), list(self._crew.records)
+            return self.ledger.kept(), [Unfinished(*record) for record in self._crew.records.items()]
 
     def record(self, patience: float) -> None:
         """Ask the replicas what their episodes have played so far. Wait for the answers, at most `patience`
@@ -69,7 +69,7 @@ class Hub:
             self._snapshots += 1
             asked = [member for member in self._crew.members.values() if member.node.has_joined]
             for member in asked:
-                self._crew.listener.send(member.peer, TellUnfinished(self._snapshots))
+                member.send(TellUnfinished(self._snapshots))
             while time.monotonic() < ends and any(
                 member.recorded < self._snapshots and member.group in self._crew.members for member in asked
             ):
@@ -78,9 +78,11 @@ class Hub:
     def recall(self, unfinished: Iterable[Unfinished]) -> None:
         """Continue the episodes of a checkpoint that are open, and whose tokens are not too old."""
         with self._changed:
-            self._crew.records.recall(
-                [one for one in unfinished if self.ledger.continues(one.number, versions_of(one.record))]
-            )
+            self._crew.records = {
+                episode.number: episode.record
+                for episode in unfinished
+                if self.ledger.continues(episode.number, versions_of(episode.record))
+            }
 
     def put_back(self) -> None:
         """Undo the last batch for a checkpoint. The run must end."""
@@ -90,7 +92,7 @@ class Hub:
     def evaluate(self, episodes: Iterable[Assignment]) -> None:
         """Assign episodes of an evaluation, before all that wait. Their numbers are negative."""
         with self._changed:
-            self._crew.prepend(self._crew.at_version(episodes))
+            self._crew.add(episodes, first=True)
 
     def must_end(self, why: str) -> None:
         """Note that the run must end soon."""
@@ -142,7 +144,7 @@ class Hub:
     def batch(self) -> list[Trajectory] | None:
         """Take the next batch. Groups without variance are dropped, and others are admitted and assigned."""
         while more := self.ledger.resample():
-            self._crew.append(self._crew.at_version(more))
+            self._crew.add(more)
         return self.ledger.batch()
 
     def settled(self) -> bool | None:
@@ -156,7 +158,7 @@ class Hub:
         """
         show(self._crew.joined, wanted)
         if self._crew.joined >= wanted:
-            self._crew.append(self._crew.at_version(self.ledger.unfinished()))
+            self._crew.add(self.ledger.unfinished())
             return True
         local = self._crew.local
         if why := (local.gave_up if local is not None else "") or self._why_end():
@@ -164,11 +166,6 @@ class Hub:
         return None
 
     # The sending of weights.
-
-    @property
-    def sends_apart(self) -> bool:
-        """Whether a thread of the trainer sends weights."""
-        return self._sends_apart
 
     def routes(self) -> set[str]:
         """Return the routes over which the trainer can send again."""
@@ -178,7 +175,7 @@ class Hub:
     def fail(self, error: Exception) -> None:
         """Have the next `wait` raise an error of the thread that sends."""
         with self._changed:
-            self._crew.trouble, self._sends_apart = error, False
+            self._crew.trouble, self.sends_apart = error, False
             self._changed.notify_all()
 
     def announce(self, version: int, apart: bool = False) -> None:
@@ -188,7 +185,7 @@ class Hub:
         """
         with self._changed:
             assert min(self._crew.playing(), default=0) >= 0, "an evaluation has one version"
-            self._sends_apart = apart
+            self.sends_apart = apart
             self._crew.begin(version)
 
     def next_to_send(self, patience: float, tensor: int) -> Receive | bool:
@@ -210,7 +207,7 @@ class Hub:
                 if time.monotonic() > ends:
                     return True
                 self._changed.wait(TICK)
-            self._sends_apart = False
+            self.sends_apart = False
             return False
 
     def is_spread(self) -> bool | None:
@@ -235,8 +232,7 @@ class Hub:
     def numbers(self) -> dict[str, float]:
         """Return the metrics of the replicas, of the episodes that are not trained on, and of their order."""
         with self._changed:
-            tree = {"update_seconds": self._crew.tree.seconds}
-            return self._crew.numbers() | self.ledger.bias() | tree
+            return self._crew.numbers()
 
     def end_transfers(self) -> None:
         """Begin no transfer of weights any more, and wait for those in progress, in which a replica that ends
@@ -253,7 +249,7 @@ class Hub:
         with self._changed:
             crew.tree.stopped = True
             for member in crew.members.values():
-                crew.listener.send(member.peer, Stop(reason))
+                member.send(Stop(reason))
             asked = {member.hello.name for member in crew.members.values()}
             self._ended = True
         crew.listener.wake()
@@ -265,7 +261,7 @@ class Hub:
     def _to_send(self, version: int) -> Receive | None:
         """Return what the trainer must send. If no replica has the version before, it is `version`."""
         tree = self._crew.tree
-        if self._sends_apart:
+        if self.sends_apart:
             return None
         if -1 < tree.version < version and tree.is_stuck and tree.nodes:
             self._crew.begin(version)

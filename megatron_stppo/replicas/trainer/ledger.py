@@ -7,16 +7,59 @@ is trained on exactly once, after any number of interruptions, or is dropped by 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from megatron_stppo.base.types import FAILED, Summary, Trajectory
+from megatron_stppo.base.types import FAILED, Summary, Task, Trajectory
 from megatron_stppo.data.ledger import Admitted, Ledger, Taken, Terms, without_variance
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.groups import Group, Lengths, Sampling, episodes_of, summaries
 from megatron_stppo.replicas.wire.episodes import Done
 from megatron_stppo.replicas.wire.messages import Assignment
 from megatron_stppo.validation.serving import check_open
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How many episodes have turns, and how many tokens their turns have together.
+
+    Example: Lengths.of([a, b]) of an episode with turns of 3 and 1 tokens and of one that failed before its
+    first turn is Lengths(episodes=1, tokens=4), whose mean is 4.
+    """
+
+    episodes: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, trajectories: Iterable[Trajectory]) -> Lengths:
+        played = [
+            sum(len(turn.token_ids) for history in t.histories() for turn in history.turns)
+            for t in trajectories
+            if t.turns
+        ]
+        return cls(len(played), sum(played))
+
+    def __add__(self, other: Lengths) -> Lengths:
+        return Lengths(self.episodes + other.episodes, self.tokens + other.tokens)
+
+    def __sub__(self, other: Lengths) -> Lengths:
+        return Lengths(self.episodes - other.episodes, self.tokens - other.tokens)
+
+    @property
+    def mean(self) -> float:
+        """Tokens per episode; 0 without episodes."""
+        return self.tokens / max(1, self.episodes)
+
+
+@dataclass
+class Group:
+    """The episodes of one task.
+
+    Example: Group(task, Admitted(25, 3, 1)) gets the random numbers of the second group of iteration 3.
+    """
+
+    task: Task
+    drawn: Admitted  # its number, and what decides its random numbers
+    finished: dict[int, Trajectory] = field(default_factory=dict)  # by episode number
 
 
 class EpisodeLedger:
@@ -26,9 +69,12 @@ class EpisodeLedger:
     1; after finish(1, b) batch() is None; after finish(0, a) it is [a].
     """
 
-    def __init__(self, cursor: TaskCursor, terms: Terms, sampling: Sampling) -> None:
-        """cursor: at its start; it is moved."""
-        self._cursor, self._terms, self._sampling = cursor, terms, sampling
+    def __init__(
+        self, cursor: TaskCursor, terms: Terms, seed: int = 0, temperature: float = 1.0, top_p: float = 1.0
+    ) -> None:
+        """cursor: at its start; it is moved. seed: of the run."""
+        self._cursor, self._terms = cursor, terms
+        self._seed, self._sampling = seed, (temperature, top_p)
         self._book = Ledger(terms)
         self._groups: dict[int, Group] = {}  # those that are open, or were dropped for the next batch
         # The cursor before the oldest open group, and the trained groups that follow that group.
@@ -50,7 +96,7 @@ class EpisodeLedger:
         again until then, before `batch`.
         """
         numbers = self._book.droppable()
-        flat = without_variance(summaries(self._groups[number] for number in numbers))
+        flat = without_variance(_summaries(self._groups[number] for number in numbers))
         return self._assigned(self._book.replace([numbers[place] for place in sorted(flat)]))
 
     def unfinished(self) -> list[Assignment]:
@@ -75,7 +121,7 @@ class EpisodeLedger:
             return None
         dropped = sorted(number for of_round in taken.dropped for number in of_round)
         closed = {number: self._groups.pop(number) for number in [*dropped, *taken.groups]}
-        self.taken, self.dropped = taken, summaries(closed[number] for number in dropped)
+        self.taken, self.dropped = taken, _summaries(closed[number] for number in dropped)
         self._before = closed, self._behind, dict(self._ahead), self._trained
         self._close({number: Lengths.of(group.finished.values()) for number, group in closed.items()})
         return [
@@ -237,7 +283,13 @@ class EpisodeLedger:
         return [episode for group in new for episode in self._episodes(group)]
 
     def _episodes(self, group: Group) -> list[Assignment]:
-        return episodes_of(group, self._terms.samples, self._sampling)
+        """Return the episodes of a group. Their seeds are those of a colocated run."""
+        number, iteration, place = group.drawn
+        samples, seed = self._terms.samples, self._seed * 1_000_003 + iteration
+        return [
+            Assignment(number * samples + n, group.task, place, seed, place * samples + n, *self._sampling)
+            for n in range(samples)
+        ]
 
     def _close(self, closed: Mapping[int, Lengths]) -> None:
         """Move the oldest open group's cursor past the groups that were trained or dropped."""
@@ -248,3 +300,13 @@ class EpisodeLedger:
         self._behind = self._cursor.after(self._behind, len(passed))
         for number in passed:
             del self._ahead[number]
+
+
+def _summaries(groups: Iterable[Group]) -> list[Summary]:
+    """Return all histories of completed groups, which are numbered in this order."""
+    return [
+        replace(history, group=place).summary
+        for place, group in enumerate(groups)
+        for _, trajectory in sorted(group.finished.items())
+        for history in trajectory.histories()
+    ]

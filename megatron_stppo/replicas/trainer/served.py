@@ -28,10 +28,10 @@ from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.metrics import counting
 from megatron_stppo.parallel.collectives import any_rank, broadcast_bytes, decode, encode, raise_together
 from megatron_stppo.replicas.trainer.hub import Hub
-from megatron_stppo.replicas.trainer.measure import ServingMeter
 from megatron_stppo.replicas.trainer.sender import ASKS, Sender
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.episodes import decode_episodes, encode_episodes
+from megatron_stppo.replicas.wire.measure import ServingMeter
 from megatron_stppo.replicas.wire.messages import Assignment, Receive
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.episodes.failures import FailureLimit
@@ -188,7 +188,7 @@ class Served:
 
     def measure(self) -> dict[str, Any]:
         self._meter.sent, self._sender.sent = self._sender.sent, 0
-        row = self._meter.row(self._hub) if self._hub is not None else {}
+        row = self._meter.row(self._hub.counters(), self._hub.numbers()) if self._hub is not None else {}
         return dict(decode(broadcast_bytes(encode(row), 0), dict[str, float]))
 
     def close(self) -> None:

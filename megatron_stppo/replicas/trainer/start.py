@@ -22,16 +22,14 @@ from megatron_stppo.observe.console import say, timed
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, raise_together
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
-from megatron_stppo.replicas.trainer.groups import Sampling
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.wire import address, keys
-from megatron_stppo.replicas.wire.digest import model_digest
 from megatron_stppo.replicas.wire.listener import Listener
-from megatron_stppo.replicas.wire.messages import limit_of
-from megatron_stppo.replicas.wire.route import Trained, tell_lost
+from megatron_stppo.replicas.wire.messages import Trained, limit_of, model_digest
+from megatron_stppo.replicas.wire.weights import tell_lost
 from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.validation import model_layout
 from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -119,7 +117,7 @@ def _first(config: Config, dtype: torch.dtype, trained: Trained) -> tuple[Crew, 
 
     crew = Crew(
         listener,
-        EpisodeLedger(cursor, terms, Sampling(run.seed, r.temperature, r.top_p)),
+        EpisodeLedger(cursor, terms, run.seed, r.temperature, r.top_p),
         expected,
         (host, port),
         trained,

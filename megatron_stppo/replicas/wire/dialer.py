@@ -12,14 +12,8 @@ from collections.abc import Callable
 
 from megatron_stppo.replicas.wire.channel import HANDSHAKE, Channel, Mailbox, NotAuthentic, authenticate
 from megatron_stppo.replicas.wire.keys import Connection
-from megatron_stppo.replicas.wire.messages import (
-    Alive,
-    Counters,
-    FromReplica,
-    FromTrainer,
-    pack,
-    unpack_from_trainer,
-)
+from megatron_stppo.replicas.wire.measure import Counters
+from megatron_stppo.replicas.wire.messages import Alive, FromReplica, FromTrainer, pack, unpack_from_trainer
 
 
 class Dialer:

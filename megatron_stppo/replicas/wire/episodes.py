@@ -162,3 +162,8 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 def unpack_ids(given: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(given, ID).tolist())
+
+
+def versions_of(record: PackedRecord) -> set[int]:
+    """Return the versions of a record's tokens."""
+    return {version for _, turns in record for _, _, versions, *_ in turns for version, _ in versions}

@@ -7,20 +7,25 @@ gets Give: both ends join the group of the Route, and replicas answer Moved. Bot
 
 from __future__ import annotations
 
-import operator
+import hashlib
+import json
 import socket
+from dataclasses import asdict
+from pathlib import Path
 from typing import Literal
 
 import msgspec
-from msgspec.structs import astuple
 
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Task
 from megatron_stppo.config import Config
 from megatron_stppo.data.routes import dtype_of
+from megatron_stppo.data.text.tokenizer_files import digests
+from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.wire.episodes import Done, PackedDone, PackedRecord, Unfinished, packed
-from megatron_stppo.replicas.wire.route import Route
-from megatron_stppo.weights.sharding.hf_names import ModelShape
+from megatron_stppo.replicas.wire.measure import Counters
+from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
+from megatron_stppo.weights.sharding.parts import LayerSpec
 
 MOST_BYTES = 2**26  # of one message: the tasks that a replica gets at once, or an episode of 10^6 tokens;
 # limit_of returns more if an episode can be larger
@@ -28,11 +33,6 @@ MOST_BYTES = 2**26  # of one message: the tasks that a replica gets at once, or 
 
 class _Sent(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The base of all messages. The class name is sent with the fields."""
-
-
-def process_name(pid: int) -> str:
-    """Return the name of a process of this machine. Example: "gpu07-4711"."""
-    return f"{socket.gethostname()}-{pid}"
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -49,28 +49,32 @@ class Assignment(msgspec.Struct, frozen=True):
     record: PackedRecord = ()  # what another replica has played of it
 
 
-class Counters(msgspec.Struct):
-    """What a replica has done since it joined. Seconds are wall time.
+class Trained(msgspec.Struct, frozen=True):
+    """How the trainer's ranks hold the weights."""
 
-    Example: Counters(seconds=10.0, idle_seconds=2.5) has waited for a quarter of the time.
+    layout: Layout
+    spec: LayerSpec
+
+
+class Route(msgspec.Struct, frozen=True):
+    """The process group over which weights go from the trainer, or from one replica, to another replica.
+
+    The sender's ranks come first in the group; the receiver's ranks follow.
+    Example: Route("weights-2", "10.0.0.1", 4711, 8, 2, ("replica-1", "replica-2")) joins a replica of 8 ranks
+    with one of 2.
     """
 
-    seconds: float = 0.0  # since it joined, up to the newest of the following numbers
-    steps: int = 0  # engine steps
-    step_seconds: float = 0.0  # in engine steps
-    idle_seconds: float = 0.0  # waiting for messages and for answers of environments, without engine steps
-    updates: int = 0  # weight updates after the first, whose pause has ended
-    pause_seconds: float = 0.0  # between the last step before and the first step after an update
-    longest_pause: float = 0.0  # seconds
-    recomputed: int = 0  # tokens whose key-value cache was computed again because of updates
-    tokens: int = 0  # generated, in complete turns
-    episodes: int = 0  # ended
+    name: str  # never used twice on the store
+    host: str  # of the store
+    port: int
+    source: Trained | int  # of the trainer; or the ranks of a replica
+    tensor: int  # ranks of the receiver
+    ends: tuple[str, ...]  # the replicas at its ends, by the name under which their loss is told
 
-    def __add__(self, other: Counters) -> Counters:
-        """Return the sums, but the longer one of the longest pauses."""
-        total = Counters(*map(operator.add, astuple(self), astuple(other)))
-        total.longest_pause = max(self.longest_pause, other.longest_pause)
-        return total
+    @property
+    def senders(self) -> int:
+        """The number of the sender's ranks."""
+        return self.source if isinstance(self.source, int) else self.source.layout.world
 
 
 class Hello(_Sent, frozen=True):
@@ -84,6 +88,20 @@ class Hello(_Sent, frozen=True):
     tensor: int  # ranks
     capacity: int  # episodes in progress
     process: str  # process_name() of its first rank
+
+
+def model_digest(path: Path) -> str:
+    """Return 64 hexadecimal digits: a hash of the model's shape, its tokenizer and its end-of-text ids.
+
+    The weights do not count: replicas get them from the trainer. Raises ConfigError if a file cannot be read.
+    """
+    parts = [asdict(read_shape(path)), digests(path)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def process_name(pid: int) -> str:
+    """Return the name of a process of this machine. Example: "gpu07-4711"."""
+    return f"{socket.gethostname()}-{pid}"
 
 
 class Ready(_Sent, frozen=True):

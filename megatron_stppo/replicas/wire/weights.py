@@ -13,7 +13,8 @@ because the program goes on without the other one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -28,12 +29,14 @@ from megatron_stppo.model.learner import Learner
 from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records, raise_together
-from megatron_stppo.replicas.wire.route import Route, layouts_of, tell_lost, why_lost
+from megatron_stppo.replicas.wire.messages import Route
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Packed, Resharder, SyncReport
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import ServedAdapters, served_adapters, transfer
+from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts
+from megatron_stppo.weights.sharding.tiles import Spans
 
 if TYPE_CHECKING:  # it imports vLLM, which the trainer does not need
     from megatron_stppo.rollout.vllm.engine import Engine
@@ -228,3 +231,37 @@ class Link:
         self._closed = self._closed or why
         if group is not None:
             bridge.leave(group)
+
+
+def layouts_of(shape: ModelShape, route: Route) -> tuple[dict[int, Spans], dict[int, Spans]]:
+    """Return the layouts of the sender's and of the receiver's ranks, by group rank.
+
+    Example: if a trainer of 2 ranks sends to a replica of tensor=2, the replica's ranks are 2 and 3.
+    """
+    first, source = route.senders, route.source
+    if isinstance(source, int):
+        sources = serving_layouts(shape, source, source)
+    else:
+        sources = training_layouts(shape, source.layout, spec=source.spec)
+    receiver = serving_layouts(shape, route.tensor, route.tensor)
+    return sources, {first + rank: spans for rank, spans in receiver.items()}
+
+
+def tell_lost(store: dist.Store, name: str, why: str) -> None:
+    """Make each rank raise an error that is in a method of a link of this name, or of a replica of this name,
+    or enters one.
+
+    Any thread may call it, with a connection to the store in which no other thread waits.
+    """
+    with contextlib.suppress(RuntimeError, OSError):  # the store ends with the trainer
+        store.set(f"lost/{name}", why)
+
+
+def why_lost(store: dist.Store, names: Collection[str]) -> str:
+    """Return the reason that tell_lost() was given for the first of these names that has one, or "". It does
+    not wait."""
+    try:
+        keys = [key for key in (f"lost/{name}" for name in names) if store.check([key])]
+        return store.get(keys[0]).decode(errors="replace") if keys else ""
+    except (RuntimeError, OSError) as error:
+        return f"the trainer's store is gone: {error}"
