@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -35,36 +35,14 @@ from megatron_stppo.ops.transfer import to_device
 from megatron_stppo.parallel.groups import MeshRank
 
 
-def for_groups(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `attend`, a varlen_attn of some version of torch, for keys and values with fewer heads.
-
-    query [Q, heads, D]; key and value [K, kv_heads, D], where kv_heads divides heads. In torch 2.11,
-    varlen_attn has no argument enable_gqa, and then the heads of keys and values are repeated, which takes
-    heads / kv_heads times their memory.
-    """
-    if "enable_gqa" in inspect.signature(attend).parameters:
-        return partial(attend, enable_gqa=True)
-
-    def repeated(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return attend(query, *(repeated_heads(x, query, 1) for x in (key, value)), *args, **kwargs)
-
-    return repeated
-
-
-def heads_for(attend: Callable[..., Any], query: Tensor, both: Tensor) -> Tensor:
-    """Return keys and values [K, 2, kv_heads, D] with as many heads as for_groups(attend) repeats them to.
-
-    What is chosen from them is then not repeated, and `again` does not keep it.
-    """
-    return both if "enable_gqa" in inspect.signature(attend).parameters else repeated_heads(both, query, 2)
-
-
 def repeated_heads(x: Tensor, query: Tensor, dim: int) -> Tensor:
     each = query.shape[1] // x.shape[dim]
     return x if each == 1 else x.repeat_interleave(each, dim)
 
 
-_varlen_attn = for_groups(varlen_attn)
+# Whether varlen_attn takes keys and values with fewer heads than queries. In torch 2.11 it does not: they are
+# repeated, which takes heads / kv_heads times their memory.
+GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 Made = TypeVar("Made")
 
 
@@ -311,18 +289,22 @@ class PackedAttention(torch.nn.Module):
         assert packed_seq_params.rotation is not None
         pieces, rotation = packed_seq_params.pieces, packed_seq_params.rotation
         query, key = rotation(query), rotation(key)
-        varlen = query.is_cuda and query.dtype != torch.float32  # which varlen_attn does not have
+        varlen = self._uses_varlen(query)
         attend = self._attend_cuda if varlen else self._attend_each
         if pieces.where is None:
             return attend(query, key, value, pieces).reshape(query.shape[0], -1)
         both = tensor_parallel.gather_from_sequence_parallel_region(
             torch.stack([key, value], 1), group=pieces.group
         )
-        both = heads_for(varlen_attn, query, both) if varlen else both
+        if varlen and not GROUPED:  # before some are chosen, so that `again` keeps no repeated ones
+            both = repeated_heads(both, query, 2)
         chosen: Tensor = Chosen.apply(both, pieces.where)
         with again(both, pieces.where, chosen):
             key, value = chosen.unbind(1)
             return attend(query, key, value, pieces).reshape(query.shape[0], -1)
+
+    def _uses_varlen(self, query: Tensor) -> bool:
+        return query.is_cuda and query.dtype != torch.float32  # which varlen_attn does not have
 
     def _attend_each(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         out = []
@@ -345,10 +327,12 @@ class PackedAttention(torch.nn.Module):
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         causal = (-1, 0)  # the causal mask is aligned with the last key, as the queries are
-        out = _varlen_attn(
+        grouped: dict[str, Any] = {"enable_gqa": True} if GROUPED else {}
+        key, value = (x if GROUPED else repeated_heads(x, query, 1) for x in (key, value))
+        out = varlen_attn(
             query, key, value, pieces.query_offsets, pieces.key_offsets,
             max(pieces.queries), max(pieces.keys),
-            scale=self.scale, window_size=causal,
+            scale=self.scale, window_size=causal, **grouped,
         )  # fmt: skip
         assert isinstance(out, Tensor)  # a pair only if log-sum-exps are asked for
         return out

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.model import adapters, fusions
-from megatron_stppo.model.experts import expert_rows, grouped_experts
-from megatron_stppo.model.experts.routing import attach
+from megatron_stppo.model.experts import join_weights, use_dispatchers
 from megatron_stppo.model.layers import layer_spec, layers_of
 from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.routing_replay import attach
 from megatron_stppo.model.token_model import TokenModel, ValueHead, share
 from megatron_stppo.parallel.collectives import first, raise_together
 from megatron_stppo.parallel.groups import MeshRank
@@ -171,7 +171,7 @@ def build(
                 vp_stage=number,
             )
         layers.finish(model)
-        expert_rows.use(model)
+        use_dispatchers(model)
         if last and is_critic:
             model.output_layer = torch.nn.Identity()
         if trunk is not None:
@@ -190,7 +190,7 @@ def build(
         model = model.to(device=torch.cuda.current_device())
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(type_of(shape, name, dtype))
-        grouped_experts.join(model)
+        join_weights(model)
         models.append(model.requires_grad_(False).eval() if role == "reference" else model)
     if role == "actor" and config.algorithm.routing_replay != "off":
         attach(models, mesh)

@@ -58,7 +58,7 @@ def obstacles(at: Place) -> dict[str, str]:
         "apply_rope_fusion": rotary if fused_layers else "local layers read each token's angles from a table",
     }
     found = found if at.on_gpu else dict.fromkeys(found, "there is no GPU")
-    # the sum of the microbatches' gradients is then never rounded to bfloat16 (model/weight_gradient.py)
+    # the sum of the microbatches' gradients is then never rounded to bfloat16 (ops/products.py)
     return found | {"gradient_accumulation_fusion": ""}
 
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.model.attention import PackedAttention
-from megatron_stppo.model.experts.grouped_experts import GroupedExperts
+from megatron_stppo.model.experts import GroupedExperts
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.parts import LayerSpec, Mixer

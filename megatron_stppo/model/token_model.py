@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.attention import Chosen, Pack, Rotation
-from megatron_stppo.model.experts.routing import Routing
+from megatron_stppo.model.routing_replay import Routing
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.low_rank import Adaptation
 

@@ -18,9 +18,9 @@ from megatron_stppo.data.exchange import Played, deal
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import rows_of
 from megatron_stppo.data.validity import not_finite
-from megatron_stppo.model.experts.routing import Record, recording, routed_layers
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.pipeline import logprobs, values
+from megatron_stppo.model.routing_replay import Record, recording, routed_layers
 from megatron_stppo.observe.describe import current_mismatch, mean_of
 from megatron_stppo.observe.run_files import write_steps
 from megatron_stppo.parallel.collectives import any_rank

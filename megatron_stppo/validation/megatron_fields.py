@@ -17,7 +17,7 @@ REFUSED = (
     )
     | dict.fromkeys(
         ("moe_permute_fusion", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization"),
-        "model/experts/expert_rows.py decides the order of the experts' tokens",
+        "model/experts.py decides the order of the experts' tokens",
     )
 )
 # Fields of megatron that follow from other fields of the configuration. Another value would train a different

@@ -1,11 +1,10 @@
-"""Grouped queries with the variable-length attention of different versions of torch; the length of tables."""
+"""Attention of packed sequences: with shared tokens, in two parts, with the variable-length attention of
+different versions of torch; the length of tables."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import wraps
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -18,78 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from megatron_stppo.cluster.launch import process
 from tests.ranks import run_ranks
 
-LENGTHS = (3, 5)
 HEADS, KV_HEADS, SIZE = 6, 2, 8
-
-
-def older(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    """varlen_attn of torch 2.11, on a CPU: without enable_gqa."""
-    assert query.shape[1] == key.shape[1] == value.shape[1], "as many heads of keys as of queries"
-    return newer(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-
-
-def newer(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """varlen_attn of torch 2.13, on a CPU."""
-    assert window_size == (-1, 0) and max_q == max_k == max(LENGTHS)
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    out = []
-    for a, b in pairwise(cu_seq_q.tolist()):
-        q, k, v = (x[a:b].transpose(0, 1)[None] for x in (query, key, value))
-        out.append(scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa))
-    return torch.cat(out, dim=2)[0].transpose(0, 1)
-
-
-def compare(version: Callable[..., Tensor]) -> None:
-    """Compare values and gradients with attention that is written out, in float64."""
-    process.prepare(engine=False)
-    from megatron_stppo.model.attention import for_groups
-
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(sum(LENGTHS), heads, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    offsets = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
-    given = (offsets, offsets, max(LENGTHS), max(LENGTHS))
-    got = for_groups(version)(query, key, value, *given, scale=0.5, window_size=(-1, 0))
-    of_head = [head * KV_HEADS // HEADS for head in range(HEADS)]  # 0, 0, 0, 1, 1, 1
-    expected = torch.zeros_like(got)
-    for a, b in pairwise(offsets.tolist()):
-        scores = torch.einsum("qhd,khd->hqk", query[a:b], key[a:b, of_head]) * 0.5
-        scores = scores.masked_fill(torch.ones(b - a, b - a).triu(1).bool(), -torch.inf)
-        expected[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[a:b, of_head])
-    torch.testing.assert_close(got, expected)
-    weight = torch.randn(got.shape, generator=generator, dtype=torch.float64)
-    gradients = [torch.autograd.grad((x * weight).sum(), (query, key, value)) for x in (got, expected)]
-    torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.parametrize("version", [older, newer])
-def test_grouped_queries_need_no_enable_gqa(version: Callable[..., Tensor]) -> None:
-    run_ranks(compare, 1, version)
 
 
 def lengths_of_tables() -> tuple[list[int], int]:
@@ -192,42 +120,32 @@ def test_attention_in_two_parts_equals_attention_with_a_mask(dtype: torch.dtype,
     assert max(errors) < limit, errors
 
 
-def chosen_after_their_heads_are_repeated() -> None:
-    """Two heads of queries for one of keys and values, which torch 2.11 must repeat."""
-    process.prepare(engine=False)
-    from megatron_stppo.model.attention import Chosen, for_groups, heads_for
-
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 2, 1, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
-    query = torch.randn(sum(LENGTHS), 2, SIZE, generator=generator, dtype=torch.float64)
-    where = torch.arange(sum(LENGTHS)) % 3
-    offsets = torch.tensor([0, LENGTHS[0], sum(LENGTHS)], dtype=torch.int32)
-    gradients = []
-    for version in (older, newer):
-        chosen = Chosen.apply(heads_for(version, query, x), where)
-
-        @wraps(version)
-        def attend(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            assert key.data_ptr() == chosen.data_ptr(), "a copy would be kept for the backward pass"  # noqa: B023
-            return version(query, key, *args, **kwargs)  # noqa: B023
-
-        given = (offsets, offsets, max(LENGTHS), max(LENGTHS))
-        out = for_groups(attend)(query, *chosen.unbind(1), *given, window_size=(-1, 0))
-        gradients.append(torch.autograd.grad(out.square().sum(), x))
-    torch.testing.assert_close(*gradients)
+def varlen(query: Tensor, key: Tensor, value: Tensor, *offsets: Any, **settings: Any) -> Tensor:
+    """varlen_attn on a CPU: of torch 2.13 with enable_gqa, and of torch 2.11 without it."""
+    grouped = settings.get("enable_gqa", False)
+    assert settings["window_size"] == (-1, 0) and (grouped or query.shape[1] == key.shape[1])
+    queries, keys = (pairwise(x.tolist()) for x in offsets[:2])
+    out = []
+    for (a, b), (c, d) in zip(queries, keys, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
+        mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - b + a)
+        out.append(
+            scaled_dot_product_attention(q, k, v, mask, scale=settings["scale"], enable_gqa=bool(grouped))
+        )
+    return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
-def test_heads_are_repeated_before_the_keys_of_shared_tokens_are_chosen() -> None:
-    run_ranks(chosen_after_their_heads_are_repeated, 1)
+def attended(grouped: bool | None) -> tuple[list[int], list[Tensor]]:
+    """Return the rows of what attention saves for its backward pass outside of `again`, and its output and
+    gradients: of 6 tokens in two pieces, which share the first and have 7 keys together.
 
-
-def saved_by_attention() -> list[int]:
-    """Return the rows of what attention saves for its backward pass outside of `again`: of 6 tokens in two
-    pieces, which share the first and have 7 keys together."""
+    grouped: whether varlen_attn takes fewer heads of keys; None: attention piece by piece.
+    """
     process.prepare(engine=False)
     from torch.autograd.graph import saved_tensors_hooks
 
     from megatron_stppo.config import ParallelConfig
+    from megatron_stppo.model import attention
     from megatron_stppo.model.attention import Pack, PackedAttention, Pieces, Rotation
     from megatron_stppo.parallel import groups
 
@@ -235,18 +153,31 @@ def saved_by_attention() -> list[int]:
     keys = torch.tensor([3, 4]), torch.tensor([0, 1, 2, 0, 3, 4, 5])
     pieces = Pieces.of(torch.tensor([3, 3]), torch.device("cpu"), mesh, keys)
     pack = Pack(pieces=pieces, rotation=Rotation(torch.ones(6, 1, SIZE), torch.zeros(6, 1, SIZE)))
-    settings: Any = SimpleNamespace(kv_channels=SIZE)
-    query, key, value = (torch.ones(6, heads, SIZE, requires_grad=True) for heads in (2, 1, 1))
+    generator = torch.Generator().manual_seed(0)
+    given = [
+        torch.randn(6, heads, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
 
     def kept(x: Tensor) -> Tensor:
         saved.append(x.untyped_storage().nbytes() // (SIZE * x.element_size()))
         return x
 
-    with saved_tensors_hooks(kept, lambda x: x):
-        PackedAttention(settings, 1, None, None)(query, key, value, packed_seq_params=pack)
-    return saved
+    settings: Any = SimpleNamespace(kv_channels=SIZE)
+    layer = PackedAttention(settings, 1, None, None)
+    with pytest.MonkeyPatch.context() as patch, saved_tensors_hooks(kept, lambda x: x):
+        if grouped is not None:
+            patch.setattr(attention, "varlen_attn", varlen)
+            patch.setattr(attention, "GROUPED", grouped)
+            patch.setattr(layer, "_uses_varlen", lambda query: True)
+        out = layer(*given, packed_seq_params=pack)
+    return saved, [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
 
 
-def test_attention_keeps_no_chosen_keys_and_values() -> None:
-    ((*saved,),) = run_ranks(saved_by_attention, 1)
-    assert 2 * 7 not in saved, "keys and values of 7 tokens"
+def test_attention_of_each_kind_gives_the_same_and_keeps_no_chosen_keys_and_values() -> None:
+    kept, pieces = run_ranks(attended, 1, None)[0]
+    assert 2 * 7 * KV_HEADS not in kept, "keys and values of 7 tokens"
+    for grouped in (True, False):
+        kept, numbers = run_ranks(attended, 1, grouped)[0]
+        assert not {2 * 7 * KV_HEADS, 7 * HEADS, 2 * 7 * HEADS} & {*kept}, "keys and values of 7 tokens"
+        torch.testing.assert_close(numbers, pieces)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_stppo.model.experts.grouped_experts import products
+from megatron_stppo.model.experts import products
 from megatron_stppo.plan.meter import Meter
 
 

@@ -13,8 +13,7 @@ from gpu_checks import main
 from gpu_checks.machine import synchronize
 from megatron_stppo.config import Config
 from megatron_stppo.families.qwen3_next.delta_net import MIXED, DeltaNet
-from megatron_stppo.families.qwen3_next.gated_delta_net import GatedDeltaNet
-from megatron_stppo.families.qwen3_next.kernels import Kernels, chosen
+from megatron_stppo.families.qwen3_next.gated_delta_net import GatedDeltaNet, Kernels, chosen
 from megatron_stppo.model.attention import Sequences
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -163,7 +163,7 @@ def grouped() -> dict[str, Any]:
     Then measure the error of fused gradients, and the rate of experts.
     """
     process.prepare(engine=False)
-    from tests.model.experts.test_grouped_experts import compared
+    from tests.model.test_grouped_experts import compared
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = process.start(configuration(small_experts(), model={"dtype": "bfloat16"}))
@@ -180,8 +180,8 @@ def grouped() -> dict[str, Any]:
 
 def _fused_gradients(mesh: Any, device: str) -> dict[str, float]:
     """Compare main gradients in bfloat16 with float64: added without being rounded, and rounded first."""
-    from tests.model.accumulating import errors_in
-    from tests.model.experts.test_grouped_experts import accumulated_in
+    from tests.model.test_grouped_experts import accumulated_in
+    from tests.model.test_weight_gradient import errors_in
 
     layers, experts = {}, {}
     with torch.device(device):
@@ -204,7 +204,7 @@ def _fused_gradients(mesh: Any, device: str) -> dict[str, float]:
 def _rates_of_experts(device: str) -> dict[str, float]:
     """Time a layer's first product, forward and backward, with the experts of Qwen3-30B-A3B (on a CPU small
     ones). The weights' gradients are added expert by expert, or as one product that is rounded first."""
-    from megatron_stppo.model.experts.grouped_experts import products
+    from megatron_stppo.model.experts import products
 
     gpu = device == "cuda"
     experts, out, inside = (128, 1536, 2048) if gpu else (8, 48, 64)

@@ -114,10 +114,10 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
         import vllm.v1.worker.gpu_worker  # noqa: F401
 
         _print_safely(logging.getLogger("vllm"))
-    from megatron_stppo.model import weight_gradient
+    from megatron_stppo.ops.products import stand_in_for_apex
     from megatron_stppo.parallel import cpu_platform
 
-    weight_gradient.provide()
+    stand_in_for_apex()
     if cpu_platform.needed():
         cpu_platform.install(device)
 

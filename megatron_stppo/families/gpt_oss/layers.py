@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from megatron_stppo.config import Config
 from megatron_stppo.families.gpt_oss import GptOss, SinkAttention
 from megatron_stppo.model.attention import PackedAttention, Pieces, repeated_heads
-from megatron_stppo.model.experts.grouped_experts import LINEAR, GroupedExperts, products
+from megatron_stppo.model.experts import LINEAR, GroupedExperts, products
 from megatron_stppo.model.layers import Layers
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.ops.clamped_swiglu import clamped_swiglu
@@ -67,10 +67,7 @@ class FlashPieces:
     Queries [P, heads, D], keys and values [K, heads, D].
     """
 
-    query_offsets: Tensor  # int32 [m + 1]
-    key_offsets: Tensor  # int32 [m + 1]
-    most_queries: int
-    most_keys: int
+    pieces: Pieces
     scale: float
     window: int
 
@@ -94,7 +91,8 @@ class FlashPieces:
         return of_q, of_k, of_v
 
     def _sizes(self) -> tuple[Tensor, Tensor, int, int]:
-        return self.query_offsets, self.key_offsets, self.most_queries, self.most_keys
+        most = max(self.pieces.queries), max(self.pieces.keys)
+        return self.pieces.query_offsets, self.pieces.key_offsets, *most
 
     def _bounds(self) -> dict[str, Any]:
         left = self.window - 1 if self.window else -1
@@ -143,13 +141,9 @@ class PackedSinks(PackedAttention):
         return with_sinks(q, k, v, self.sinks, self.scale, self.window)
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
-        flash = FlashPieces(
-            pieces.query_offsets, pieces.key_offsets, max(pieces.queries), max(pieces.keys),
-            self.scale, self.window,
-        )  # fmt: skip
-        out: Tensor = SinkOnFlash.apply(
-            query, repeated_heads(key, query, 1), repeated_heads(value, query, 1), self.sinks, flash
-        )
+        key, value = (repeated_heads(x, query, 1) for x in (key, value))
+        flash = FlashPieces(pieces, self.scale, self.window)
+        out: Tensor = SinkOnFlash.apply(query, key, value, self.sinks, flash)
         return out
 
     def sharded_state_dict(

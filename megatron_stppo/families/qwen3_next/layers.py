@@ -15,8 +15,7 @@ from torch import Tensor
 from megatron_stppo.config import Config
 from megatron_stppo.families.qwen3_next import Hybrid
 from megatron_stppo.families.qwen3_next.delta_net import DeltaNet
-from megatron_stppo.families.qwen3_next.gated_delta_net import GatedDeltaNet
-from megatron_stppo.families.qwen3_next.kernels import chosen
+from megatron_stppo.families.qwen3_next.gated_delta_net import GatedDeltaNet, chosen
 from megatron_stppo.model.layers import Layers, Norm, RMSNorm, wide
 from megatron_stppo.weights.sharding.parts import Mixer
 

@@ -115,11 +115,8 @@ class Talk:
             )
         )
         self._before = [*prompt, *ids]
-        calls = [
-            {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
-            for call, name, arguments in reply.calls
-        ]
         said = {"role": "assistant", "content": reply.text or None}
+        calls = reply.tool_calls
         self.messages.append(said | ({"tool_calls": calls} if calls else {}))
         return reply
 

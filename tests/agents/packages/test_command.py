@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_stppo.agents.endpoint.command import as_json
+from megatron_stppo.agents.endpoint.agents import as_json
 from megatron_stppo.agents.packages.command import episode_of
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.environments.base import AgentEpisode

@@ -101,61 +101,44 @@ def of(played: dict[str, Any], name: str) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize(
-    "agent", ["openai_agents", "chat_agents", "mcp_tools", "openai_sdk", "openai_responses", "anthropic_sdk"]
-)
-def test_an_agent_calls_its_tool_and_reads_the_result(played: dict[str, Any], agent: str) -> None:
+ENDED = "It is Paris."
+TOOL = "\n<|im_start|>tool\n"  # begins what the policy reads after its call
+# names: (the detail, texts in the first prompt, its end, the end and a text of the second)
+READS: dict[tuple[str, ...], tuple[str, tuple[str, ...], str, str]] = {
+    ("openai_agents", "chat_agents", "mcp_tools", "openai_sdk", "openai_responses", "anthropic_sdk"): (
+        ENDED, ("Look up the capital of a country.",), QUESTION, f"{TOOL}Paris{OPENING}",
+    ),
+    ("claude_code",): (
+        ENDED, ('"name": "Bash"', "Use the tool.<|im_end|>"), QUESTION[len("<|im_start|>user\n"):],
+        f"{TOOL}Paris{OPENING}",
+    ),
+    ("codex",): (
+        ENDED, ("<|im_start|>system\nUse the tool.<|im_end|>",), QUESTION[len("<|im_start|>user\n"):],
+        f"Process exited with code 0\nOriginal token count: 2\nOutput:\nParis\n{OPENING}",
+    ),
+    ("codex with mcp",): (ENDED, ('"name": "mcp__capitals__capital"',), "", ""),
+    ("openhands",): (
+        ENDED, ('"name": "terminal"', "Use the tool.<|im_end|>"), "",
+        f"[Command finished with exit code 0]{OPENING}",
+    ),
+    ("mini_chat", "mini_responses", "mini_messages"): (
+        "Paris ", ("Execute a bash command",), "",
+        f"{TOOL}<returncode>0</returncode>\n<output>\nParis\n</output>{OPENING}",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("agent", [agent for agents in READS for agent in agents])
+def test_an_agent_calls_its_tool_and_reads_the_result_in_one_history(
+    played: dict[str, Any], agent: str
+) -> None:
+    """cache_control of Claude Code moves, and Codex sends thinking back as encrypted_content only."""
     seen = of(played, agent)
-    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "It is Paris.")
-    assert seen.histories == (0, 0), "one history: the tool call is not tokenised again"
-    assert "Look up the capital of a country." in seen.read[0] and seen.read[0].endswith(QUESTION)
-    assert seen.read[1] == f"\n<|im_start|>tool\nParis{OPENING}"
-
-
-def test_claude_code_runs_a_command_in_one_history(played: dict[str, Any]) -> None:
-    seen = of(played, "claude_code")
-    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "It is Paris.")
-    assert seen.histories == (0, 0), "cache_control moves, and a block of the system prompt differs"
-    assert '"name": "Bash"' in seen.read[0] and "Use the tool.<|im_end|>" in seen.read[0]
-    assert seen.read[0].endswith(f"What is the capital of France?{OPENING}")
-    assert seen.read[1] == f"\n<|im_start|>tool\nParis{OPENING}"
-
-
-def test_codex_runs_a_command_in_its_sandbox_in_one_history(played: dict[str, Any]) -> None:
-    seen = of(played, "codex")
-    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "It is Paris.")
-    assert seen.histories == (0, 0), "thinking comes back as encrypted_content only"
-    assert "<|im_start|>system\nUse the tool.<|im_end|>" in seen.read[0]
-    assert seen.read[0].endswith(f"What is the capital of France?{OPENING}")
-    assert seen.read[1].startswith("\n<|im_start|>tool\nChunk ID: ")
-    assert seen.read[1].endswith(
-        f"Process exited with code 0\nOriginal token count: 2\nOutput:\nParis\n{OPENING}"
-    )
-
-
-def test_codex_calls_a_tool_of_an_mcp_server(played: dict[str, Any]) -> None:
-    seen = of(played, "codex with mcp")
-    assert (seen.outcome, seen.detail, seen.histories) == ("ok", "It is Paris.", (0, 0))
-    assert '"name": "mcp__capitals__capital"' in seen.read[0] and "Paris" in seen.read[1]
-
-
-def test_openhands_runs_a_command_and_finishes(played: dict[str, Any]) -> None:
-    seen = of(played, "openhands")
-    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "It is Paris.")
-    assert seen.histories == (0, 0)
-    assert '"name": "terminal"' in seen.read[0] and "Use the tool.<|im_end|>" in seen.read[0]
-    assert "Paris\n" in seen.read[1]
-    assert seen.read[1].endswith(f"[Command finished with exit code 0]{OPENING}")
-
-
-@pytest.mark.parametrize("agent", ["mini_chat", "mini_responses", "mini_messages"])
-def test_mini_swe_agent_runs_a_command_and_submits(played: dict[str, Any], agent: str) -> None:
-    seen = of(played, agent)
-    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, "Paris ")
-    assert seen.histories == (0, 0), "one history: the tool call is not tokenised again"
-    assert "Execute a bash command" in seen.read[0]
-    shown = "<returncode>0</returncode>\n<output>\nParis\n</output>"
-    assert seen.read[1] == f"\n<|im_start|>tool\n{shown}{OPENING}"
+    detail, texts, end, result = next(read for agents, read in READS.items() if agent in agents)
+    assert (seen.outcome, seen.reward, seen.detail) == ("ok", 1.0, detail)
+    assert seen.histories == (0, 0), "the tool call is not tokenised again"
+    assert all(text in seen.read[0] for text in texts) and seen.read[0].endswith(end)
+    assert seen.read[1].startswith(TOOL) and "Paris" in seen.read[1] and seen.read[1].endswith(result)
 
 
 def test_an_environment_of_verifiers_plays_and_its_rubric_gives_the_reward(played: dict[str, Any]) -> None:

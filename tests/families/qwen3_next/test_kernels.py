@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.families.qwen3_next import kernels as kernels_file
+from megatron_stppo.families.qwen3_next import gated_delta_net
 from megatron_stppo.families.qwen3_next.delta_net import MIXED, DeltaNet
-from megatron_stppo.families.qwen3_next.gated_delta_net import EPS, GatedDeltaNet
-from megatron_stppo.families.qwen3_next.kernels import Kernels, chosen
+from megatron_stppo.families.qwen3_next.gated_delta_net import EPS, GatedDeltaNet, Kernels, chosen
 from megatron_stppo.model.attention import Sequences
 from tests.families.qwen3_next.test_rule import by_definition
 
@@ -100,7 +99,7 @@ def test_a_convolution_of_other_sizes_is_torchs() -> None:
 def test_the_kernels_are_chosen_on_a_gpu_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: dict[str, Any] = {}
     found = SimpleNamespace(util=SimpleNamespace(find_spec=installed.get), import_module=installed.get)
-    monkeypatch.setattr(kernels_file, "importlib", found)
+    monkeypatch.setattr(gated_delta_net, "importlib", found)
 
     def of(name: str, dtype: torch.dtype = torch.bfloat16) -> Kernels | None:
         return chosen(Config.model_validate({"model": {"path": "m", "delta_net": name}}), dtype)

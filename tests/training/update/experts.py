@@ -24,9 +24,9 @@ def observe(model: str, folder: str, parallel: dict[str, Any], recompute: str) -
     from megatron_stppo.checkpoint import saving
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
-    from megatron_stppo.model.experts.routing import recording
     from megatron_stppo.model.pipeline import logprobs, packer_of
     from megatron_stppo.model.policy_head import PolicyHead
+    from megatron_stppo.model.routing_replay import recording
     from megatron_stppo.parallel import groups
     from megatron_stppo.parallel.collectives import all_reduce_max
     from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
@@ -102,7 +102,7 @@ def recorded_again() -> tuple[int, int]:
     import torch
 
     from megatron_stppo.data.packing import PackingSpec, pack
-    from megatron_stppo.model.experts.routing import Routing, recording
+    from megatron_stppo.model.routing_replay import Routing, recording
 
     chunk: Any = torch.nn.Module()
     chunk.config = SimpleNamespace(sequence_parallel=False, num_moe_experts=4)

@@ -36,7 +36,7 @@ def layers_of(mesh: Any, experts: int, dtype: torch.dtype, kinds: Sequence[str],
     from megatron_stppo.config import Config
     from megatron_stppo.families.llama import Qwen3Moe
     from megatron_stppo.model.build import transformer_config
-    from megatron_stppo.model.experts.grouped_experts import GroupedExperts
+    from megatron_stppo.model.experts import GroupedExperts
 
     given = {"gradient_accumulation_fusion": fused}
     config = Config.model_validate({"model": {"path": "none"}, "megatron": given})
@@ -108,12 +108,12 @@ def accumulated(dtype: torch.dtype, distributed: bool | None, fused: bool) -> di
 def accumulated_in(mesh: Any, dtype: torch.dtype, distributed: bool | None, fused: bool) -> dict[str, Any]:
     """Do the same in groups that exist, on torch's default device."""
     from megatron_stppo.model.build import data_parallel
-    from megatron_stppo.model.experts.grouped_experts import join
+    from megatron_stppo.model.experts import join_weights
 
     counts = torch.tensor(COUNTS, device="cpu")
     (layer,) = layers_of(mesh, len(COUNTS), dtype, ("GroupedExperts",), fused)
     before = {name: p.detach().clone() for name, p in layer.named_parameters()}
-    join(layer)
+    join_weights(layer)
     if distributed is None:
         layer.requires_grad_(False)
     else:
@@ -197,7 +197,7 @@ def test_fused_gradients_of_experts_are_never_rounded_to_bfloat16() -> None:
 
 
 def test_only_tensors_at_equal_distances_in_one_storage_are_one_tensor() -> None:
-    from megatron_stppo.model.experts.grouped_experts import whole
+    from megatron_stppo.model.experts import whole
 
     buffer = torch.arange(60.0)
 

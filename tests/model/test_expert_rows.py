@@ -20,7 +20,7 @@ def rows_and_back(sizes: tuple[int, int, int], dtype: torch.dtype) -> dict[str, 
     from megatron_stppo.cluster.launch import process
 
     process.prepare(engine=False)
-    from megatron_stppo.model.experts.expert_rows import gathered, of_rows, order_of, spread
+    from megatron_stppo.model.experts import gathered, of_rows, order_of, spread
 
     count, experts, chosen = sizes
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def sum_of_small() -> float:
     from megatron_stppo.cluster.launch import process
 
     process.prepare(engine=False)
-    from megatron_stppo.model.experts.expert_rows import gathered, order_of
+    from megatron_stppo.model.experts import gathered, order_of
 
     rows = torch.tensor([256.0, *[1.0] * 8])[:, None].bfloat16()
     return float(gathered(rows, order_of(torch.arange(9)[None])))

@@ -64,14 +64,14 @@ class Choice:
 class Routing:
     """The routers of one model chunk, in the order of their layers."""
 
-    def __init__(self, chunk: Any, mesh: MeshRank) -> None:
-        self.mesh = mesh
+    def __init__(self, chunk: Any, mesh: MeshRank, first_layer: int = 0) -> None:
+        """first_layer: index of the chunk's first router among those of this rank."""
+        self.mesh, self._first_layer = mesh, first_layer
         routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
         self.choices = [Choice() for _ in routers]
         for router, choice in zip(routers, self.choices, strict=True):
             router.router_replay = choice
         self.layers = [int(router.layer_number) - 1 for router in routers]  # indices in the whole model
-        self.first_layer = 0  # index of the chunk's first router among those of this rank
         self.rows: list[Tensor] | None = None  # while recording: the rows_P of each microbatch
         self.repeated: list[Tensor] = []  # and its `repeated`, if it has any
         self._shared = chunk.config.sequence_parallel
@@ -82,7 +82,7 @@ class Routing:
         if self.rows is not None:
             self.rows.append(self._own(microbatch.rows_P))
             self.repeated += [] if microbatch.repeated is None else [microbatch.repeated]
-        for layer, choice in enumerate(self.choices, self.first_layer):
+        for layer, choice in enumerate(self.choices, self._first_layer):
             choice.replayed = None if routes is None else routes[:, layer]
             choice.trains = torch.is_grad_enabled()
 
@@ -97,8 +97,7 @@ def attach(model: Sequence[Any], mesh: MeshRank) -> None:
     """Enable recording and replay for the model chunks (TokenModel) of one rank."""
     first = 0
     for chunk in model:
-        chunk.routing = Routing(chunk, mesh)
-        chunk.routing.first_layer = first
+        chunk.routing = Routing(chunk, mesh, first)
         first += len(chunk.routing.choices)
 
 
