@@ -1,7 +1,7 @@
-"""The commands `convert to-hf` and `convert to-megatron`, and the export of a model to a Hugging Face folder.
+"""The commands `convert`, and exports of a model as a Hugging Face folder and of adapters as one of `peft`.
 
-weights/sharding/hf_checkpoint.py reads such a folder (load_hf). The reshard moves the weights: its target is
-the whole tensors on rank 0, for one file at a time.
+weights/sharding/hf_checkpoint.py reads a Hugging Face folder (load_hf). The reshard moves the weights: its
+target is the whole tensors on rank 0, for one file at a time.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,17 @@ from megatron_stppo.checkpoint import loading as checkpoints
 from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config.model import LoraConfig
+from megatron_stppo.config.peft_folder import DIGEST, PREFIX, SETTINGS, TENSORS
+from megatron_stppo.data.text.tokenizer_files import digests
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.collectives import raise_together
+from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Resharder
+from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
 from megatron_stppo.weights.sharding.hf_names import (
     Head,
     ModelShape,
@@ -40,9 +46,11 @@ from megatron_stppo.weights.sharding.hf_write import (
     as_stored,
     by_file,
     finish,
+    publish,
     type_of,
     write_tensors,
 )
+from megatron_stppo.weights.sharding.low_rank import adapter_shapes
 from megatron_stppo.weights.sharding.spans import training_layouts, whole_spans, widths_of
 from megatron_stppo.weights.sharding.tiles import Spans
 
@@ -135,25 +143,95 @@ def on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None
     raise_together(problem, lambda found: ConfigError(found[0]), str, group)
 
 
+def export_peft(
+    folder: Path,
+    parameters: Mapping[str, Tensor],
+    shape: ModelShape,
+    config: Config,
+    mesh: MeshRank,
+) -> str:
+    """Write the adapters of all ranks in the format of the package `peft`, and return their size as text.
+
+    adapter_model.safetensors holds every A and B; its metadata have hashes of the weights that they belong to
+    and of the tokenizer. parameters: named_parameters of this rank. Collective. The folder is renamed into
+    place when it is complete. Raises ConfigError on all ranks if it exists or cannot be written.
+    Example of the size: "8 tensors, 0.1 M parameters".
+    """
+    lora = config.model.lora
+    layouts = {rank: build.adapters_of_rank(shape, config, mesh.layout, rank) for rank in range(mesh.world)}
+    shapes = adapter_shapes(shape, lora.rank, lora.names)
+    whole = gather(parameters, layouts, shape, shapes, shapes)
+    settings = adapter_config(lora, config.model.path, whole)
+    recorded = {DIGEST: weights_digest(config.model.path, shape)} | digests(config.model.path)
+
+    def write() -> None:
+        partial = make_scratch("output", Path(folder))
+        (partial / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        named = {PREFIX + key: tensor for key, tensor in whole.items()}
+        write_tensors(named, partial / TENSORS, partial / SETTINGS, recorded)
+        publish(partial, Path(folder))
+
+    on_first(None, write)
+    return f"{len(shapes)} tensors, {sum(a * b for a, b in shapes.values()) / 1e6:,.1f} M parameters"
+
+
+def adapter_config(lora: LoraConfig, base: Path, keys: Collection[str]) -> dict[str, Any]:
+    """Return the contents of adapter_config.json. keys: the checkpoint names of every A and B.
+
+    Example: of rank 16, alpha 32 and q_proj, it has r 16, lora_alpha 32 and target_modules ["q_proj"].
+    """
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "target_modules": sorted({key.split(".")[-3] for key in keys}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "modules_to_save": None,
+        "inference_mode": True,
+    }
+
+
 def to_hf(config: Config, checkpoint: str, output: Path) -> None:
     """Write the actor of a run's checkpoint ("step_N" or "latest") as a Hugging Face folder, and print one
     line that says what was written. Collective. Raises ConfigError and CheckpointError."""
     config = config.of_checkpoint()
-    mesh, shape = process.start(config), read_shape(config.model.path)
-    # with adapters, a checkpoint holds only these
-    actor = build.from_hf if config.model.lora.rank else build.build
-    model = actor("actor", shape, config, mesh, process.dtype(config))
-    folder = config.run.folder / "checkpoints"
-    state = checkpoints.load_weights(folder, "actor", model, checkpoints.step_of(checkpoint))
+    mesh, shape, weights, step = _actor(config, checkpoint)
     layouts = training_layouts(shape, mesh.layout, spec=layer_spec(config))
-    weights = build.named_parameters(model)
     terms = build.adapter_terms(weights, shape, config, mesh, merged=True)
     export_hf(output, weights, layouts, shape, config.model.path, terms)
     if mesh.rank == 0:
-        step = folder / f"step_{state['iteration']}"
         size = _size(shape, process.dtype(config))
         print(f"wrote {output}: {size}; actor of {step}, tokenizer of {config.model.path}")
     process.stop()
+
+
+def to_peft(config: Config, checkpoint: str, output: Path) -> None:
+    """Write the adapters of such an actor to the new folder `output`, and print one line that says what was
+    written. Collective. Raises ConfigError and CheckpointError."""
+    config = config.of_checkpoint()
+    mesh, shape, weights, step = _actor(config, checkpoint)
+    size = export_peft(output, weights, shape, config, mesh)
+    if mesh.rank == 0:
+        print(f"wrote {output}: {size}; adapters of {step}")
+    process.stop()
+
+
+def _actor(config: Config, checkpoint: str) -> tuple[MeshRank, ModelShape, Mapping[str, Tensor], Path]:
+    """Join the process groups, load the actor of a checkpoint, and return its parameters and its folder.
+
+    Collective. With adapters, a checkpoint holds only these, and the other weights are those of model.path.
+    """
+    mesh, shape = process.start(config), read_shape(config.model.path)
+    load = build.from_hf if config.model.lora.rank else build.build
+    model = load("actor", shape, config, mesh, process.dtype(config))
+    folder = config.run.folder / "checkpoints"
+    state = checkpoints.load_weights(folder, "actor", model, checkpoints.step_of(checkpoint))
+    return mesh, shape, build.named_parameters(model), folder / f"step_{state['iteration']}"
 
 
 def _size(shape: ModelShape, dtype: torch.dtype) -> str:

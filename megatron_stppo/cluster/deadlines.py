@@ -14,6 +14,11 @@ threads beside the main one, and a timer outside Python. Each covers cases that 
 
 The launcher ends processes that cannot end themselves: torchrun sends SIGTERM, which has no effect on a
 stopped process, and 30 s later SIGKILL, which has.
+
+The report names the collectives that this rank has issued and that have not ended. A collective of GPUs runs
+on the device, and the thread that issued it may be anywhere, so that the stack of a thread does not show it.
+torch's flight recorder does: it keeps the last 2,000 collectives of each backend (TORCH_FR_BUFFER_SIZE; 0
+turns it off). It has none that do not go through torch, such as those of vLLM's own NCCL communicator.
 """
 
 from __future__ import annotations
@@ -27,14 +32,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megatron_stppo.base.files import replacing
-from megatron_stppo.cluster.collectives import unfinished
 
 log = logging.getLogger(__name__)
 START_UP = "start_up"  # until the first phase begins
@@ -55,6 +60,10 @@ WAITS = (
     *("/torch/cuda/streams.py", "/torch/cuda/__init__.py", "/vllm/v1/worker/gpu/async_utils.py"),
 )
 INNERMOST = 4
+# torch's records of NCCL's collectives, which a CPU build lacks, and of others
+RECORDS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+SHOWN = 3  # collectives of a backend
+COALESCED = "nccl:coalesced"
 PACKAGE = f"/{__name__.partition('.')[0]}/"
 
 
@@ -233,3 +242,54 @@ def stacks() -> str:
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in sys._current_frames().items()
     )
+
+
+def unfinished() -> str:
+    """Return the oldest collectives that have not ended.
+
+    Example: "nccl:all_reduce 812 of TENSOR_MODEL_PARALLEL_GROUP". It says so if there are none, and if a
+    record cannot be read. Reading can take long or never end: torch queries the GPU for the state of each
+    collective, and meanwhile other threads of Python do not run.
+    """
+    module = sys.modules.get("torch._C._distributed_c10d")  # None before torch is imported
+    found: list[str] = []
+    for name in RECORDS:
+        if hasattr(module, name):
+            try:
+                record = json.loads(getattr(module, name)())
+                found += oldest(record.get("entries", []))  # without the key if there are none
+            except (LookupError, TypeError, ValueError) as error:  # torch has changed
+                found.append(f"{name[1:]} cannot be read ({type(error).__name__}: {error})")
+    return ", ".join(found) or "none is recorded"
+
+
+def oldest(entries: Iterable[dict[str, Any]]) -> list[str]:
+    """Return "operation number of group" of the oldest entries that have not ended, at most SHOWN.
+
+    The number of a collective is equal on all ranks of its group. Sends and receives have numbers of their
+    own, which each rank counts.
+    """
+    listed = list(entries)
+    # The state of an operation in a batch is recorded for the batch alone.
+    batches = {_number_in_group(entry) for entry in listed if entry["profiling_name"] == COALESCED}
+    left = [
+        entry
+        for entry in listed
+        if not entry["retired"]
+        and entry["state"] != "completed"
+        and (entry["profiling_name"] == COALESCED or _number_in_group(entry) not in batches)
+    ]
+    left.sort(key=lambda entry: entry["time_created_ns"])
+    return [_name(entry) for entry in left[:SHOWN]]
+
+
+def _number_in_group(entry: dict[str, Any]) -> tuple[str, bool, int]:
+    """Return (group, whether it is a send or a receive, number)."""
+    number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+    return entry["process_group"][0], entry["is_p2p"], number
+
+
+def _name(entry: dict[str, Any]) -> str:
+    group, description = entry["process_group"]
+    shown = f"group {group}" if description in ("", "undefined") else description
+    return f"{entry['profiling_name']} {_number_in_group(entry)[2]} of {shown}"

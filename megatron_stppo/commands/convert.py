@@ -54,9 +54,9 @@ def to_peft(config: File, checkpoint: Checkpoint, output: Output, overrides: Ove
     lora.check_used(settings, "convert to-peft")
     with uncollected():
         process.prepare(engine=False)
-        from megatron_stppo.checkpoint import export_peft
+        from megatron_stppo.checkpoint import convert
 
-    export_peft.to_peft(settings, checkpoint, output)
+    convert.to_peft(settings, checkpoint, output)
 
 
 @commands.command(
@@ -112,12 +112,12 @@ def import_gguf(
     import torch
     from rich.progress import track
 
-    from megatron_stppo.checkpoint import import_gguf as gguf
+    from megatron_stppo.checkpoint import imports
 
     def shown(names: Sequence[str]) -> list[str]:
         return list(track(names, "decoding"))
 
-    shape = gguf.import_gguf(file, folder, getattr(torch, dtype), shown)
+    shape = imports.import_gguf(file, folder, getattr(torch, dtype), shown)
     say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, {dtype}")
 
 
@@ -134,10 +134,10 @@ def import_mxfp4(
     """Write weights that are published in MXFP4 in bfloat16, as a folder which model.path accepts."""
     from rich.progress import track
 
-    from megatron_stppo.checkpoint import import_mxfp4 as mxfp4
+    from megatron_stppo.checkpoint import imports
 
     def shown(names: Sequence[str]) -> list[str]:
         return list(track(names, "decoding"))
 
-    shape = mxfp4.import_mxfp4(source, folder, shown)
+    shape = imports.import_mxfp4(source, folder, shown)
     say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, bfloat16")

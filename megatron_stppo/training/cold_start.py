@@ -25,8 +25,7 @@ from torch import Tensor
 from megatron_stppo.base.errors import DoNotRestart, TooManyFailures
 from megatron_stppo.base.files import unused
 from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
-from megatron_stppo.checkpoint.convert import export_hf
-from megatron_stppo.checkpoint.export_peft import export_peft
+from megatron_stppo.checkpoint.convert import export_hf, export_peft
 from megatron_stppo.cluster.exits import is_first_rank
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError, OptimizerConfig

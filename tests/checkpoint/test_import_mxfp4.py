@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron_stppo.checkpoint.import_mxfp4 import decoded, import_mxfp4
+from megatron_stppo.checkpoint.imports import decoded, import_mxfp4
 from megatron_stppo.config import ConfigError
 from megatron_stppo.validation.model_weights import check_weights
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape

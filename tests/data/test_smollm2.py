@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stppo.base.types import Message, Task
-from megatron_stppo.checkpoint.import_gguf import import_gguf
+from megatron_stppo.checkpoint.imports import import_gguf
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.data.demonstrations import Row, validated
 from megatron_stppo.environments.base import StepResult

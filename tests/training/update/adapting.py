@@ -34,7 +34,7 @@ def steps(
     process.prepare(engine=False)
     import torch
 
-    from megatron_stppo.checkpoint.export_peft import export_peft
+    from megatron_stppo.checkpoint.convert import export_peft
     from megatron_stppo.config import Config, LoraConfig
     from megatron_stppo.evidence.layouts.measure import set_b
     from megatron_stppo.model import build

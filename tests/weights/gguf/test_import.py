@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stppo.base.errors import ConfigError
-from megatron_stppo.checkpoint.import_gguf import import_gguf
+from megatron_stppo.checkpoint.imports import import_gguf
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from tests.rollout.vllm.tiny import build_tokenizer
 from tests.weights.gguf import written
