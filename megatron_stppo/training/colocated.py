@@ -93,8 +93,9 @@ class Worker:
         config, rollout = self.learner.config, self.learner.config.rollout
         settings, seed = rollout_settings(config), seed_of(config.run, iteration)
 
-        def play(tasks: Sequence[Task], first_group: int) -> Played:
-            return self._played(tasks, rollout.samples_per_task, settings, seed, first_group=first_group)
+        def play(tasks: Sequence[Task], first: int) -> Played:
+            samples = rollout.samples_per_task
+            return self._repeated(seed, lambda: self._play(tasks, samples, settings, seed, first_group=first))
 
         terms = Terms(rollout.tasks_per_iteration, rollout.samples_per_task, resample=rollout.resample)
         played = resampled(self.cursor.take, play, terms)
@@ -140,25 +141,16 @@ class Worker:
         Raises DoNotRestart or EngineFailure if a new engine would not help, EngineLost if it needs a new
         process (see Restarts), and TooManyFailures. Raises Abandoned if the run must leave.
         """
-        played = self._played(tasks, samples, settings, seed, progress, stop=self.stop)
+        stop = self.stop
+        played = self._repeated(seed, lambda: self._play(tasks, samples, settings, seed, progress, stop=stop))
         self.failures.check(played.every, played.own)
         return played
 
-    def _played(
-        self,
-        tasks: Sequence[Task],
-        samples: int,
-        settings: RolloutSettings,
-        seed: int,
-        progress: Progress | None = None,
-        first_group: int = 0,
-        stop: Callable[[], str] | None = None,
-    ) -> Played:
-        """Play as `play` does, without a limit on the failures. first_group: the number of the first group,
-        which with the seed decides the random numbers."""
+    def _repeated(self, seed: int, play: Callable[[], Played]) -> Played:
+        """Return what `play` returns, which a new engine plays again if vLLM fails."""
         while True:
             try:
-                played = self._play(tasks, samples, settings, seed, progress, first_group, stop)
+                played = play()
                 self.restarts.passed()
                 return played
             except EngineFailure as failure:
@@ -184,10 +176,11 @@ class Worker:
         samples: int,
         settings: RolloutSettings,
         seed: int,
-        progress: Progress | None,
-        first_group: int,
-        stop: Callable[[], str] | None,
+        progress: Progress | None = None,
+        first_group: int = 0,
+        stop: Callable[[], str] | None = None,
     ) -> Played:
+        """first_group: the number of the first group, which with the seed decides the random numbers."""
         engine, numbered = self.engine, enumerate(tasks, first_group)
         everything = [(task, group) for group, task in numbered for _ in range(samples)]
         cuts = [len(everything) * r // engine.replicas for r in range(engine.replicas + 1)]

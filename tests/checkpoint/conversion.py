@@ -1,13 +1,17 @@
-"""The function of a rank in test_convert.py, in its own file so that ranks do not import transformers."""
+"""Functions of a rank in test_convert.py, in their own file so that ranks do not import transformers."""
+
+import resource
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron_stppo.checkpoint.convert import export_hf
+from megatron_stppo.checkpoint.convert import export_hf, on_first
 from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
 from megatron_stppo.weights.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.hf_write import write_tensors
 from megatron_stppo.weights.sharding.spans import row_widths, training_layouts, training_spans
 from tests.weights.reshard.pieces import blank
 
@@ -33,3 +37,14 @@ def import_and_export(folder, families):
         with pytest.raises(ConfigError, match=r"No such file .*nowhere"):
             export_hf(folder / "failed", parameters, layouts, shape, folder / "nowhere")
     return sorted(path.name for path in folder.iterdir())
+
+
+def write_too_much(folder):
+    """Return the error of a rank. The first one may write files of at most 4 kB."""
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    (folder / "config.json").write_text("{}")
+    tensors = {"a": torch.zeros(4096)}
+    with pytest.raises(ConfigError) as raised:
+        on_first(None, lambda: write_tensors(tensors, folder / "a.safetensors", folder / "config.json"))
+    return str(raised.value)

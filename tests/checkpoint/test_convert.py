@@ -22,7 +22,7 @@ from transformers import (
 from megatron_stppo.checkpoint import convert
 from megatron_stppo.weights.sharding.hf_files import INDEX
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
-from tests.checkpoint.conversion import LAYOUT, import_and_export
+from tests.checkpoint.conversion import LAYOUT, import_and_export, write_too_much
 from tests.ranks import run_ranks
 from tests.rollout.vllm.tiny import TEMPLATE, build_tokenizer
 from tests.weights.reshard.pieces import model_shape
@@ -114,3 +114,8 @@ def test_a_checkpoint_is_assembled_on_the_device_of_the_parameters(monkeypatch):
     with pytest.raises(Given, match="meta"):
         parameters = {"weight": torch.empty(2, device="meta")}
         convert.gather(parameters, {}, model_shape(), {"model.norm.weight": (2,)}, ["model.norm.weight"])
+
+
+def test_all_ranks_report_a_model_that_the_first_one_cannot_write(tmp_path):
+    first, second = run_ranks(write_too_much, 2, tmp_path)
+    assert first == second and "File too large" in first

@@ -1,12 +1,16 @@
-"""A rank or a measurement that fails is noticed by a deadline, and everything else continues."""
+"""A rank or a measurement that fails is noticed by a deadline, and everything else continues. Also: what NVML
+does not support is no error, and a GPU, if there is one, is examined and loaded."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
 
+import pynvml
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_stppo.cluster.preflight import measure
@@ -90,3 +94,29 @@ def test_a_folder_is_measured_and_files_that_do_not_appear_are_named(tmp_path: P
     other.touch()
     measure.wait_for_files(report, {"a": mine, "b": other}, 0.3)
     assert not report.faults
+
+
+def failing(code: int) -> None:
+    raise pynvml.NVMLError(code)
+
+
+def test_an_unsupported_query_is_none_and_a_lost_gpu_is_an_error() -> None:
+    for code in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION):
+        assert measure.supported(failing, code) is None
+    with pytest.raises(pynvml.NVMLError_GpuIsLost):
+        measure.supported(failing, pynvml.NVML_ERROR_GPU_IS_LOST)
+
+
+def test_every_name_of_nvml_exists_in_the_installed_package() -> None:
+    names = set(re.findall(r"pynvml\.(\w+)", Path(measure.__file__).read_text()))
+    assert len(names) == 17
+    assert [name for name in sorted(names) if not hasattr(pynvml, name)] == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_has_a_driver_and_a_speed_under_load() -> None:
+    report = RankReport("a")
+    measure.measure_gpu(report, "rank 0 (a)", 0)
+    numbers = {name: value for name, _, value in report.numbers}
+    assert report.texts["version of the driver"] and numbers["max_memory_used"] > 0
+    assert numbers["min_compute"] > 1

@@ -6,6 +6,7 @@ rewards of a batch vary. The exact matches of a random policy would not vary.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,3 +47,18 @@ def late(config: EnvironmentConfig) -> Callable[[], search.SearchEnvironment]:
     assert config.retrieval.index is not None
     (Path(config.retrieval.index).parent / "cold").mkdir(exist_ok=True)
     return search.factory(config)
+
+
+class Holding(Searching):
+    """Its evaluations wait while the working directory has a file `hold`."""
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        if task.split == "evaluate" and Path("hold").exists():
+            Path("waits").touch()
+            await asyncio.sleep(600)
+        return await super().reset(task, seed)
+
+
+def holding(config: EnvironmentConfig) -> Callable[[], Holding]:
+    make = search.factory(config)
+    return lambda: Holding(make())

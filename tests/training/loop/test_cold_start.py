@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
-from tests.rollout.vllm.tiny import TEMPLATE, build_model, build_tokenizer
+from tests.rollout.vllm.tiny import build_model
 from tests.training.loop import small_run
 
 ROW = {
@@ -25,12 +24,9 @@ OPEN = ROW | {"segments": [{"text": "<answer>Rome</answer>.", "kind": "turn"}]}
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A configuration whose model has two chat templates, and whose cold start has written root/out."""
+    """A configuration whose cold start has written root/out."""
     root = tmp_path_factory.mktemp("cold")
     config = small_run.write(root)
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": TEMPLATE + "{{ tools | tojson }}"}
-    tokenizer.save_pretrained(root / "model")
     (root / "demonstrations.jsonl").write_text((json.dumps(ROW) + "\n") * 8)
     done = start(config, "out", "environment.kind=search", "cold_start.episodes=5")
     assert done.returncode == 0, done.stderr[-3000:]
@@ -69,17 +65,6 @@ def test_a_turn_that_the_environment_would_not_end_is_refused_with_its_row(confi
     done = start(config, "refused", *given)
     assert "open.jsonl row 2: segments.0.text: a turn ends with the first stop string in it" in done.stderr
     assert done.returncode != 0 and not (config.parent / "refused").exists()
-
-
-def test_the_written_folder_has_the_tokenizer_and_all_templates_of_the_model(config: Path) -> None:
-    before, after = (AutoTokenizer.from_pretrained(config.parent / name) for name in ("model", "out"))
-    text = "caf\u00e9 \U0001f600 <|im_start|>\n\tx  <search>"
-    assert after(text)["input_ids"] == before(text)["input_ids"]
-    assert after.chat_template == before.chat_template
-    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
-        chat = [{"role": "user", "content": text}]
-        texts = [t.apply_chat_template(chat, tools=tools, tokenize=False) for t in (before, after)]
-        assert texts[0] == texts[1] and ("function" in texts[0]) == bool(tools)
 
 
 def test_every_weight_of_gated_delta_nets_is_trained(config: Path) -> None:

@@ -22,7 +22,7 @@ def test_an_evaluation_is_abandoned_at_sigterm_and_the_finished_iteration_is_che
 
     def leave(*options: str, held_after: str) -> tuple[str, float]:
         """Train until an evaluation waits, and return stderr and the seconds from SIGTERM to the end."""
-        given = ("environment.kind=tests.training.loop.holding:factory", "environment.deadline=900")
+        given = ("environment.kind=tests.training.loop.searching:holding", "environment.deadline=900")
         files = (f"data.evaluate={tmp_path}/held.jsonl", "parallel.tensor=1")
         line = [stand_in.python(), "-m", "megatron_stppo", "train", str(config), *given, *files]
         line += ["run.evaluate_every=1", "run.checkpoint_every=100", *options]
