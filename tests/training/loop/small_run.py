@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -85,6 +86,19 @@ class Done:
     stdout: str
     stderr: str
     listeners: frozenset[Listener]
+
+    def succeeded(self) -> Done:
+        """Return this result, and fail unless the command ended with 0."""
+        assert self.returncode == 0, self.stderr[-3000:]
+        return self
+
+
+def tensors(run: Path, step: int) -> dict[str, Any]:
+    """Return {file: hash and size} of the weights and optimizer states in a checkpoint of a run."""
+    files = json.loads((run / f"checkpoints/step_{step}/MANIFEST.json").read_text())["files"]
+    found = {name: entry for name, entry in files.items() if name.endswith(".distcp")}
+    assert {name.split("/")[0] for name in found} == {"actor", "critic"}
+    return found
 
 
 def torchrun(ranks: int = 2, python: str = "") -> list[str]:

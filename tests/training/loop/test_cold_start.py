@@ -28,8 +28,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("cold")
     config = small_run.write(root)
     (root / "demonstrations.jsonl").write_text((json.dumps(ROW) + "\n") * 8)
-    done = start(config, "out", "environment.kind=search", "cold_start.episodes=5")
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = start(config, "out", "environment.kind=search", "cold_start.episodes=5").succeeded()
     (root / "stderr").write_text(done.stderr)
     return config
 
@@ -71,8 +70,7 @@ def test_every_weight_of_gated_delta_nets_is_trained(config: Path) -> None:
     root = config.parent
     build_model(root / "hybrid", "qwen3_5")
     output, without = root / "hybrid-out", "cold_start.episodes=0"
-    done = start(config, output.name, f"model.path={root}/hybrid", without, "model.dtype=bfloat16")
-    assert done.returncode == 0, done.stderr[-3000:]
+    start(config, output.name, f"model.path={root}/hybrid", without, "model.dtype=bfloat16").succeeded()
     before, after = (load_file(folder / "model.safetensors") for folder in (root / "hybrid", output))
     assert not {key for key in before if torch.equal(before[key].to(after[key].dtype), after[key])}
     assert {key for key, x in after.items() if x.dtype == torch.float32} == {

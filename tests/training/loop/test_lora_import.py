@@ -48,14 +48,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rates = ("cold_start.batch_tokens=256", "cold_start.lr=0.01", "cold_start.episodes=4")
     done = small_run.run(
         "cold-start", config, *given, *LORA, *rates, "environment.kind=tests.training.loop.searching:late"
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    ).succeeded()
     assert "4 episodes of data.train" in done.stderr
     said = f"are {root}/cold-2; train with model.lora.path={root}/cold-2 model.path={root}/model"
     assert said in done.stderr and not any((root / "cold").iterdir())
     (root / "cold-2").rename(root / "adapters")
-    done = small_run.run("train", config, "run.name=trained", *RUN, f"model.lora.path={root}/adapters")
-    assert done.returncode == 0, done.stderr[-3000:]
+    small_run.run("train", config, "run.name=trained", *RUN, f"model.lora.path={root}/adapters").succeeded()
     return root / "runs" / "trained"
 
 
@@ -128,16 +126,14 @@ def test_a_run_that_is_killed_and_resumed_has_the_bits_of_a_whole_one(run: Path)
     config, killed = run.parents[1] / "config.yaml", run.with_name("killed")
     given = (*RUN, f"model.lora.path={run.parents[1]}/adapters", "run.name=killed")
     small_run.train_until(killed / "checkpoints" / "LATEST", config, *given)
-    done = small_run.run("train", config, *given, "--resume")
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = small_run.run("train", config, *given, "--resume").succeeded()
     assert "megatron-stppo: resumed from step_1" in done.stderr
     assert training_rows(killed) == training_rows(run) and len(training_rows(run)) == 2
     assert promises.weights(killed, 2) == promises.weights(run, 2) != promises.weights(run, 1)
 
 
 def test_replayed_rollouts_give_the_same_adapters_bitwise(run: Path) -> None:
-    done = small_run.run("replay", run, "run.name=replayed", "run.iterations=2")
-    assert done.returncode == 0, done.stderr[-3000:]
+    small_run.run("replay", run, "run.name=replayed", "run.iterations=2").succeeded()
     replayed = run.with_name("replayed")
     assert rows(replayed) == training_rows(run)
     assert promises.weights(replayed, 2) == promises.weights(run, 2)
@@ -149,8 +145,7 @@ def test_a_run_resumes_only_with_the_adapters_that_it_began_with(run: Path) -> N
     more = ["model.lora.rank=4", "model.lora.targets=[q_proj, v_proj, up_proj, down_proj]"]
     said = promises.start(["train", *given, "parallel.tensor=1", *more], status=2)
     assert "its run began with other adapters than those of this run's model.lora.path; give those" in said
-    done = small_run.run("train", root / "config.yaml", *given[1:], f"model.lora.path={root}/adapters")
-    assert done.returncode == 0, done.stderr[-3000:]
+    small_run.run("train", root / "config.yaml", *given[1:], f"model.lora.path={root}/adapters").succeeded()
     assert rows(run)[-1]["mismatch/mean_abs"] < 1e-6
 
 

@@ -140,14 +140,6 @@ def replayed(config: Path, recorded: tuple[Path, str]) -> Path:
     return config.parent / "runs" / "replayed"
 
 
-def tensors(step: Path) -> dict[str, Any]:
-    """Return the checksums of the files with weights and optimizer states."""
-    files = json.loads((step / "MANIFEST.json").read_text())["files"]
-    found = {name: entry for name, entry in files.items() if name.endswith(".distcp")}
-    assert {name.split("/")[0] for name in found} == {"actor", "critic"}
-    return found
-
-
 def test_failed_episodes_and_overlong_prompts_give_one_line_from_the_first_rank(
     recorded: tuple[Path, str],
 ) -> None:
@@ -176,9 +168,10 @@ def test_a_spike_rolls_back_once_per_checkpoint_and_the_run_continues_with_the_n
     assert [row["fault/spikes"] > 0 for row in found] == [False] * 5 + [True] * 3
     assert [row.get("fault/rolled_back_to") for row in found] == [None] * 5 + [3, 6, None]
     assert "iteration 8: no second rollback" in said
-    steps = [run / "checkpoints" / f"step_{n}" for n in (3, 6, 8)]
-    assert tensors(steps[0]) == tensors(steps[1]) != tensors(steps[2])
-    assert json.loads((steps[1] / "state.json").read_text())["cursor"]["position"] == 6 * PER_ITERATION
+    third, sixth, eighth = (small_run.tensors(run, n) for n in (3, 6, 8))
+    assert third == sixth != eighth
+    state = json.loads((run / "checkpoints/step_6/state.json").read_text())
+    assert state["cursor"]["position"] == 6 * PER_ITERATION
     assert found[6]["mismatch/mean_abs"] < 1e-5, "the engine serves the restored weights"
 
 
@@ -189,9 +182,10 @@ def test_replayed_rollouts_give_the_same_numbers(recorded: tuple[Path, str], rep
 def test_replayed_rollouts_give_the_same_weights_and_optimizer_states_bitwise(
     recorded: tuple[Path, str], replayed: Path
 ) -> None:
-    steps = [run / "checkpoints/step_3" for run in (replayed, recorded[0])]
-    assert tensors(steps[0]) == tensors(steps[1])
-    begun = [json.loads((step / "state.json").read_text())["begun_with"] for step in steps]
+    runs = (replayed, recorded[0])
+    assert small_run.tensors(replayed, 3) == small_run.tensors(recorded[0], 3)
+    states = [json.loads((run / "checkpoints/step_3/state.json").read_text()) for run in runs]
+    begun = [state["begun_with"] for state in states]
     assert begun[0] == begun[1], "a resume of either is refused with another KL reference"
 
 

@@ -52,11 +52,6 @@ def wait_for(path: Path, seconds: float = 600) -> None:
         time.sleep(0.02)
 
 
-def weights(run: Path) -> dict[str, str]:
-    files = json.loads((run / "checkpoints/step_6/MANIFEST.json").read_text())["files"]
-    return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
-
-
 def leave(run: Path, job: cluster.Job, ranks: int) -> None:
     """Signal the second rank alone, and check that all ranks write one common checkpoint and exit."""
     wait_for(job.folder / "pids.0")
@@ -83,8 +78,7 @@ def test_notice_to_one_rank_leads_to_a_checkpoint_a_requeue_and_the_same_final_b
     root, name = config.parent, f"requeued{ranks}"
     if ranks == 4:
         reference = root / "runs" / "straight4"
-        done = small_run.run_command(("train", str(config), "run.name=straight4"), ranks=4)
-        assert done.returncode == 0, done.stderr[-3000:]
+        small_run.run_command(("train", str(config), "run.name=straight4"), ranks=4).succeeded()
     run = root / "runs" / name
     with submit(root, config, name, ranks) as job:
         leave(run, job, ranks)
@@ -95,4 +89,4 @@ def test_notice_to_one_rank_leads_to_a_checkpoint_a_requeue_and_the_same_final_b
     assert json.loads((run / "exit.json").read_text()) == {"code": 0, "reason": "done"}
     assert (run / "attempts" / "latest").readlink() == Path("4711.1")
     assert rows(run) == rows(reference)
-    assert weights(run) == weights(reference)
+    assert small_run.tensors(run, 6) == small_run.tensors(reference, 6)

@@ -125,8 +125,7 @@ def test_the_routes_of_a_dumped_batch_return_to_their_stages(config: Path) -> No
     source = config.parent / "runs" / name
     assert len(list(source.glob("dumps/iteration-00001/stage-*.safetensors"))) == 2
     given = ("run.name=routed", "run.iterations=1", "--records", "batches")
-    done = small_run.run("replay", source, *given)
-    assert done.returncode == 0, done.stderr[-3000:]
+    small_run.run("replay", source, *given).succeeded()
     (expected,), (row,) = (
         [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
         for run in (source, config.parent / "runs" / "routed")
@@ -143,8 +142,7 @@ def test_larger_microbatches_under_context_parallelism_change_no_more_than_round
         *("run.name=larger", "run.iterations=1", "run.evaluate_every=0", "update.tokens_per_microbatch=200"),
         *("parallel.tensor=1", "parallel.context=2", "parallel.sequence=false"),
     )
-    done = small_run.run("train", config, *CASES[name], *larger)
-    assert done.returncode == 0, done.stderr[-3000:]
+    small_run.run("train", config, *CASES[name], *larger).succeeded()
     for run in (name, "larger"):
         lines = (config.parent / "runs" / run / "metrics.jsonl").read_text().splitlines()
         rows.append(json.loads(lines[-1]))
@@ -159,8 +157,9 @@ def test_a_checkpoint_is_evaluated_and_converted(config: Path) -> None:
     name = "tensor_to_replicas_s_ppo"
     runs, overrides = config.parent / "runs", (f"run.name={name}", *CASES[name])
     result = config.parent / "result.json"
-    done = small_run.run("evaluate", config, "--checkpoint", "latest", "--output", str(result), *overrides)
-    assert done.returncode == 0, done.stderr[-3000:]
+    small_run.run(
+        "evaluate", config, "--checkpoint", "latest", "--output", str(result), *overrides
+    ).succeeded()
     rows = [json.loads(x) for x in (runs / name / "metrics.jsonl").read_text().splitlines()]
     alone, during = json.loads(result.read_text()), rows[-1]
     assert alone.pop("evaluate/tokens_per_second") > 0
@@ -171,8 +170,7 @@ def test_a_checkpoint_is_evaluated_and_converted(config: Path) -> None:
     assert alone["evaluate/overlong_prompts"] == 0
 
     hf = config.parent / "hf"
-    done = small_run.run_command(("convert", "to-hf", str(config), "latest", str(hf), *overrides))
-    assert done.returncode == 0, done.stderr[-3000:]
+    small_run.run_command(("convert", "to-hf", str(config), "latest", str(hf), *overrides)).succeeded()
     before, after = (load_file(config.parent / f / "model.safetensors") for f in ("model", "hf"))
     assert before.keys() == after.keys()
     moved = max(float((after[k] - before[k]).abs().max()) for k in after)
