@@ -136,6 +136,7 @@ class _Training:
         checkpoints = Checkpoints(config, learner)
         first, owed = checkpoints.load(rollouts) if resume else (0, None)
         console.say(f"resumed from step_{first} of {run.iterations}", rank == 0 and first > 0)
+        process.log_to(run.folder, rank)
         attempt = attempts.record(config, rank, first)
         if rank == 0 and owed is not None and held_out is not None:  # written again, with the evaluation
             truncate(run.folder / "metrics.jsonl", first - 1)

@@ -52,6 +52,7 @@ def rollout(config: Config, run: Path | None = None, start: str = "latest") -> N
     """
     worker, version = _built(config, None if run is None else (run, start))
     folder, rank = config.run.folder, worker.learner.mesh.rank
+    process.log_to(folder, rank)
     attempts.record(config, rank)
     metrics = Metrics(folder, rank, reporters=[RowLines("rollouts", config.run.iterations)])
     log = TrajectoryLog(folder, rank, worker.tokenizer)

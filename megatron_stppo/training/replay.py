@@ -68,6 +68,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
             f"RUN_DIR={run}: holds no {records} of iterations {first + 1} to {config.run.iterations}; choose "
             "another run, --start or run.iterations"
         )
+    process.log_to(folder, rank)
     attempts.record(config, rank)
     name = f"replay of {records}"
     metrics = Metrics(folder, rank, reporters=[RowLines(name, config.run.iterations)])

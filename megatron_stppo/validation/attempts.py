@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.base.files import replacing
-from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.config.file import NOT_YAML, load, parse
 from megatron_stppo.observe.run_files import set_aside
@@ -23,16 +22,14 @@ ATTEMPT = "attempt"  # column of metrics.jsonl: the number of the attempt that t
 
 
 def record(config: Config, rank: int, continued: int = 0) -> int:
-    """Begin an attempt: from now on this rank's warnings go to logs/ too. On rank 0, write the resolved
-    configuration, and return the attempt's number; 0 elsewhere.
+    """Write the resolved configuration of the newest attempt, on rank 0. Return its number; 0 elsewhere.
 
     continued: the iteration that this attempt continues after. The trajectories of later iterations are moved
     to trajectories/attempt-N/, where N is the number of the attempt before.
     """
-    folder = config.run.folder
-    process.log_to(folder, rank)
     if rank:
         return 0
+    folder = config.run.folder
     (folder / "configs").mkdir(parents=True, exist_ok=True)
     numbers = [int(path.stem.removeprefix("attempt-")) for path in folder.glob("configs/attempt-*.yaml")]
     before = max(numbers, default=0)
