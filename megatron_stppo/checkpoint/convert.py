@@ -68,10 +68,8 @@ def export_hf(
     *,
     head: Head = "vocabulary",
     file_bytes: int = FILE_BYTES,
-    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the `parameters` of all ranks, with the terms of their adapters, to `folder`. Collective over
-    `group`.
+    """Write the `parameters` of all ranks, with the terms of their adapters, to `folder`. Collective.
 
     config.json and the tokenizer come from `template`; the weights keep the parameters' types, and
     config.json names the model's. That of a model with images becomes that of its text model. head: that of
@@ -82,14 +80,14 @@ def export_hf(
     """
     folder, partial = Path(folder), scratch_of(Path(folder))
     dtype = next(iter(parameters.values())).dtype
-    on_first(group, lambda: _begin(folder, Path(template), shape, dtype, head))
+    on_first(lambda: _begin(folder, Path(template), shape, dtype, head))
     shapes = hf_shapes(shape, head)
     files = by_file(shape, shapes, dtype, file_bytes)
     for name, keys in files.items():
-        whole = gather(parameters, layouts, shape, shapes, keys, terms, group)
+        whole = gather(parameters, layouts, shape, shapes, keys, terms)
         held = as_stored(shape, whole)
-        on_first(group, functools.partial(write_tensors, held, partial / name, partial / "config.json"))
-    on_first(group, lambda: finish(folder, partial, shape, files, shapes, dtype))
+        on_first(functools.partial(write_tensors, held, partial / name, partial / "config.json"))
+    on_first(lambda: finish(folder, partial, shape, files, shapes, dtype))
 
 
 def gather(
@@ -99,7 +97,6 @@ def gather(
     shapes: Mapping[str, Sequence[int]],
     keys: Collection[str],
     terms: Mapping[tuple[str, str], Term] | None = None,
-    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """Return {hf_key: whole tensor} of `keys` in host memory on rank 0, and {} on other ranks. Collective.
 
@@ -107,13 +104,13 @@ def gather(
     parameters' types. They are assembled on the parameters' device, which must have memory for all of `keys`.
     """
     some = next(iter(parameters.values()))
-    mine = keys if dist.get_rank(group) == 0 else ()
+    mine = keys if dist.get_rank() == 0 else ()
     whole = {
         key: torch.empty(*shapes[key], dtype=type_of(shape, key, some.dtype), device=some.device)
         for key in mine
     }
     targets, widths = {0: whole_spans(shape, {key: shapes[key] for key in keys})}, widths_of(shape, shapes)
-    Resharder(parameters, whole, layouts, targets, widths, terms, group=group).sync(0)
+    Resharder(parameters, whole, layouts, targets, widths, terms).sync(0)
     return {key: tensor.cpu() for key, tensor in whole.items()}
 
 
@@ -132,15 +129,15 @@ def _begin(folder: Path, template: Path, shape: ModelShape, dtype: torch.dtype, 
     (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def on_first(group: dist.ProcessGroup | None, write: Callable[[], None]) -> None:
+def on_first(write: Callable[[], None]) -> None:
     """Run `write` on rank 0. Raises ConfigError on all ranks if it fails."""
     problem: str | None = None
-    if dist.get_rank(group) == 0:
+    if dist.get_rank() == 0:
         try:
             write()
         except (OSError, ValueError, SafetensorError) as error:  # the last one on a full disk
             problem = str(error)
-    raise_together(problem, lambda found: ConfigError(found[0]), str, group)
+    raise_together(problem, lambda failures: ConfigError(failures[0]), str)
 
 
 def export_peft(
@@ -171,7 +168,7 @@ def export_peft(
         write_tensors(named, partial / TENSORS, partial / SETTINGS, recorded)
         publish(partial, Path(folder))
 
-    on_first(None, write)
+    on_first(write)
     return f"{len(shapes)} tensors, {sum(a * b for a, b in shapes.values()) / 1e6:,.1f} M parameters"
 
 

@@ -46,5 +46,5 @@ def write_too_much(folder):
     (folder / "config.json").write_text("{}")
     tensors = {"a": torch.zeros(4096)}
     with pytest.raises(ConfigError) as raised:
-        on_first(None, lambda: write_tensors(tensors, folder / "a.safetensors", folder / "config.json"))
+        on_first(lambda: write_tensors(tensors, folder / "a.safetensors", folder / "config.json"))
     return str(raised.value)

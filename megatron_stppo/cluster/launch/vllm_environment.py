@@ -115,9 +115,7 @@ def wait_for_memory(share: float) -> None:
     )
 
 
-def remove_stale_shared_memory(
-    folder: Path = SHARED_MEMORY, older_than: float = STALE_AFTER_SECONDS
-) -> list[Path]:
+def remove_stale_shared_memory(folder: Path = SHARED_MEMORY) -> list[Path]:
     """Delete vLLM's shared-memory files that no running process maps. Return the deleted files.
 
     Files of other users stay: they cannot be deleted, and what their processes map cannot be read.
@@ -125,7 +123,7 @@ def remove_stale_shared_memory(
     deleted, mapped = [], None
     for path in folder.glob(STALE_PATTERN):
         with suppress(OSError):  # another rank has deleted it already, or it is another user's
-            if time.time() - path.stat().st_mtime >= older_than:
+            if time.time() - path.stat().st_mtime >= STALE_AFTER_SECONDS:
                 mapped = _mapped_files(STALE_PATTERN.strip("*")) if mapped is None else mapped
                 if str(path) not in mapped:
                     path.unlink()
