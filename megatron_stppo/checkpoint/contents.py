@@ -100,9 +100,9 @@ def state_pieces(optimizer: Any, model: dict[str, Any]) -> list[ShardedTensor]:
     entries = {entry.data: entry for entry in nested_values(sharded)}
     return [
         piece
-        for one in optimizer.chained_optimizers
-        for states in (_states(one),)
-        for parameter, start, end in _ranges(one)
+        for part in optimizer.chained_optimizers
+        for states in (_states(part),)
+        for parameter, start, end in _ranges(part)
         for block, first in _blocks(entries[parameter])
         for piece in _cut(block, states[parameter], start, end, first)
     ]

@@ -129,7 +129,7 @@ def check_distributed(path: Path, state: Mapping[str, Any], role: str, trainer: 
 def _check_adapters(path: Path, written: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
     remedy, none = "set model.lora as its run had it, or give another run.name", {"rank": 0}
     for name in ("rank", "alpha", "targets"):
-        before, now = ((given or none).get(name) for given in (written, here))
+        before, now = ((adapters or none).get(name) for adapters in (written, here))
         _check_same(path, f"model.lora.{name}", before, now, remedy)
     if written is not None and here is not None and written["trunk"] != here["trunk"]:
         raise ConfigError(

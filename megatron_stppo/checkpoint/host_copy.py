@@ -69,7 +69,7 @@ class HostCopy:
             mcore_to_pyt_state_dict(renamed, False), self._writer, None, 0, planner
         )
         raise_together(
-            planner.problem, lambda found: RuntimeError(f"a save cannot be planned: {found[0]}"), str
+            planner.problem, lambda failures: RuntimeError(f"a save cannot be planned: {failures[0]}"), str
         )
         self._metadata: Metadata | None = metadata  # for the shares of all ranks; on rank 0 only
         if metadata is not None:  # megatron adds all plans, which would become a part of the file

@@ -54,7 +54,7 @@ def import_gguf(file: Path, folder: Path, dtype: torch.dtype, shown: Shown = lis
         fields = header.config() | {"dtype": str(dtype).removeprefix("torch.")}
         (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
         shape = read_shape(partial)
-        found = _matched(header, shape)
+        origins = _matched(header, shape)
         write_tokenizer(header, partial)
         ids = {
             f"{name}_token_id": header.values.get(f"tokenizer.ggml.{name}_token_id")
@@ -68,7 +68,7 @@ def import_gguf(file: Path, folder: Path, dtype: torch.dtype, shown: Shown = lis
         shapes = hf_shapes(shape)
         files = by_file(shape, shapes, dtype)
         for name, keys in files.items():
-            tensors = {key: decode(found[key], dtype) for key in shown(keys)}
+            tensors = {key: decode(origins[key], dtype) for key in shown(keys)}
             write_tensors(tensors, partial / name, partial / "config.json")
         finish(folder, partial, shape, files, shapes, dtype)
     return shape
@@ -76,16 +76,16 @@ def import_gguf(file: Path, folder: Path, dtype: torch.dtype, shown: Shown = lis
 
 def _matched(header: Header, shape: ModelShape) -> dict[str, Origin]:
     """Return the sources of exactly the tensors of a model of this shape."""
-    found, expected = sources(header, shape), hf_shapes(shape)
-    for name in sorted(found.keys() ^ expected.keys()):
-        raise header.refusal(f"has {'a' if name in found else 'no'} tensor {name}, unlike its metadata")
-    for name, (tensor, expert, _) in found.items():
+    origins, expected = sources(header, shape), hf_shapes(shape)
+    for name in sorted(origins.keys() ^ expected.keys()):
+        raise header.refusal(f"has {'a' if name in origins else 'no'} tensor {name}, unlike its metadata")
+    for name, (tensor, expert, _) in origins.items():
         held = tuple(reversed(tensor.shape.tolist()))[expert is not None :]
         if held != expected[name]:
             raise header.refusal(
                 f"tensor {tensor.name} has the shape {list(held)}, not {list(expected[name])}"
             )
-    return found
+    return origins
 
 
 def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
@@ -146,8 +146,8 @@ def _tensor(source: Path, stored: str, paths: Mapping[str, Path]) -> Tensor:
         if key not in paths:
             raise ConfigError(f"{source}: no file has the tensor {key!r}; fetch the folder again")
         with safe_open(paths[key], framework="pt") as file:
-            found: Tensor = file.get_tensor(key)
-        return found
+            tensor: Tensor = file.get_tensor(key)
+        return tensor
 
     if stored + QUANTISED[0] not in paths:
         return read(stored).to(torch.bfloat16)
@@ -157,12 +157,12 @@ def _tensor(source: Path, stored: str, paths: Mapping[str, Path]) -> Tensor:
         raise ConfigError(
             f"{source}: tensor {stored + QUANTISED[0]!r} does not fit its scales; fetch the folder again"
         )
-    found = torch.stack([decoded(*of).t() for of in zip(blocks, scales, strict=True)])
-    if not found.isfinite().all():
+    tensor = torch.stack([decoded(*of).t() for of in zip(blocks, scales, strict=True)])
+    if not tensor.isfinite().all():
         raise ConfigError(
             f"{source}: tensor {stored + QUANTISED[1]!r} has scales above 252; fetch the folder again"
         )
-    return found
+    return tensor
 
 
 def decoded(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -113,14 +113,14 @@ def _agree(folder: Path, step: int | None) -> Path | None:
 
 def _fault(path: Path) -> str:
     """Return the first fault found in a step, or "" if it is valid. Collective; equal on all ranks."""
-    found: str | dict[str, File] = ""
+    contents: str | dict[str, File] = ""
     if dist.get_rank() == 0:
         try:
-            found = steps.inspect(path)
+            contents = steps.inspect(path)
         except Damaged as error:
-            found = str(error)
-    found = decode(broadcast_bytes(encode(found), source=0), str | dict[str, File])
-    if isinstance(found, str):
-        return found
-    share = sorted(found.items())[dist.get_rank() :: dist.get_world_size()]
+            contents = str(error)
+    contents = decode(broadcast_bytes(encode(contents), source=0), str | dict[str, File])
+    if isinstance(contents, str):
+        return contents
+    share = sorted(contents.items())[dist.get_rank() :: dist.get_world_size()]
     return next(iter(gather_failures(steps.compare(path, share) or None, str).values()), "")

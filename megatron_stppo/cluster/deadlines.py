@@ -225,9 +225,9 @@ def place(frame: FrameType | None) -> tuple[str, bool]:
     """
     if frame is None:
         return "no thread", False
-    frames = [found for found, _ in traceback.walk_stack(frame)]
-    files = [found.f_code.co_filename for found in frames[:INNERMOST]]
-    own = next((found for found in frames if PACKAGE in found.f_code.co_filename), frame)
+    frames = [caller for caller, _ in traceback.walk_stack(frame)]
+    files = [caller.f_code.co_filename for caller in frames[:INNERMOST]]
+    own = next((caller for caller in frames if PACKAGE in caller.f_code.co_filename), frame)
     said = [
         f"{'/'.join(Path(f.f_code.co_filename).parts[-2:])}:{f.f_lineno} {f.f_code.co_name}"
         for f in dict.fromkeys([own, frame])
@@ -252,15 +252,15 @@ def unfinished() -> str:
     collective, and meanwhile other threads of Python do not run.
     """
     module = sys.modules.get("torch._C._distributed_c10d")  # None before torch is imported
-    found: list[str] = []
+    unended: list[str] = []
     for name in RECORDS:
         if hasattr(module, name):
             try:
                 record = json.loads(getattr(module, name)())
-                found += oldest(record.get("entries", []))  # without the key if there are none
+                unended += oldest(record.get("entries", []))  # without the key if there are none
             except (LookupError, TypeError, ValueError) as error:  # torch has changed
-                found.append(f"{name[1:]} cannot be read ({type(error).__name__}: {error})")
-    return ", ".join(found) or "none is recorded"
+                unended.append(f"{name[1:]} cannot be read ({type(error).__name__}: {error})")
+    return ", ".join(unended) or "none is recorded"
 
 
 def oldest(entries: Iterable[dict[str, Any]]) -> list[str]:

@@ -130,10 +130,10 @@ def free_output(config: Config) -> Path:
     """
     output = config.cold_start.output
     assert output is not None, "validation/checks.py requires it"
-    found = Path(os.fsdecode(broadcast_bytes(os.fsencode(unused(output)), 0)))
-    if found != output:
-        say(f"cold_start.output={output}: exists since the training began; {found} is used", is_first_rank())
-    return found
+    free = Path(os.fsdecode(broadcast_bytes(os.fsencode(unused(output)), 0)))
+    if free != output:
+        say(f"cold_start.output={output}: exists since the training began; {free} is used", is_first_rank())
+    return free
 
 
 def check_refused(trainer: Trainer, budget: int, steps: int, rate: str) -> None:

@@ -272,7 +272,7 @@ def engine_sync(learner: Learner, engine: Engine) -> Resharder:
 def build_engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
     """Build this rank's shard of the engine. Collective."""
     r, adapters = config.rollout, served_adapters(config.model.lora, read_shape(config.model.path))
-    given = EngineSettings(
+    settings = EngineSettings(
         config.model.path,
         template_arguments=config.model.template_arguments,
         tensor=config.engine_tensor,
@@ -288,4 +288,4 @@ def build_engine(config: Config, dtype: torch.dtype, routes: bool) -> Engine:
         adapters=adapters if adapters is not None and adapters.alone else None,
         options=r.vllm,
     )
-    return Engine(given)
+    return Engine(settings)

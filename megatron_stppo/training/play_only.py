@@ -130,8 +130,8 @@ class ColdEpisodes:
     def __init__(self, config: Config, mesh: MeshRank, tokenizer: Any) -> None:
         self._config, self._mesh, self._tokenizer = config, mesh, tokenizer
         self._make = open_environment(config, resume=False)
-        given = fitting_tasks(config, "train", shown=mesh.rank == 0)
-        self._tasks = TaskCursor(given.tasks, config.run.seed).take(config.cold_start.episodes)
+        train = fitting_tasks(config, "train", shown=mesh.rank == 0)
+        self._tasks = TaskCursor(train.tasks, config.run.seed).take(config.cold_start.episodes)
         self._stops: StopFinder | None = None  # an agent gives its stop strings with its requests
         self._known = ""
         if config.environment.kind != AGENT:
@@ -206,13 +206,13 @@ def stop_strings(
     Raises ConfigError if no episode can be reset.
     """
     own = _reset(make, tasks, section) if dist.get_rank() == 0 else None
-    found = broadcast_record(own, _Stops, source=0)
-    if found.trouble:
+    stops = broadcast_record(own, _Stops, source=0)
+    if stops.trouble:
         raise ConfigError(
-            f"environment.kind={section.kind}: no episode can begin: {found.trouble}; repair it, or set "
+            f"environment.kind={section.kind}: no episode can begin: {stops.trouble}; repair it, or set "
             "cold_start.episodes=0 to do without"
         )
-    return found.strings
+    return stops.strings
 
 
 def _reset(make: Callable[[], AnyEnvironment], tasks: Sequence[Task], section: EnvironmentConfig) -> _Stops:
@@ -223,6 +223,8 @@ def _reset(make: Callable[[], AnyEnvironment], tasks: Sequence[Task], section: E
             answers = host.take(len(tasks))
     except (RolloutError, ToolsStayAway) as error:
         return _Stops(trouble=one_line(str(error)))
-    failed = [one.misuse or (one.result.detail if one.result is not None else "") for one in answers]
-    strings = dict.fromkeys(stop for one in answers for stop in one.stop_strings)
+    failed = [
+        answer.misuse or (answer.result.detail if answer.result is not None else "") for answer in answers
+    ]
+    strings = dict.fromkeys(stop for answer in answers for stop in answer.stop_strings)
     return _Stops(tuple(strings), failed[0] if all(failed) else "")

@@ -32,13 +32,13 @@ def gpu_generations() -> list[int]:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # without a driver
         return []
-    found = []
+    generations = []
     for index in range(pynvml.nvmlDeviceGetCount()):
         with contextlib.suppress(pynvml.NVMLError):  # no permission, or the GPU is lost
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
-            found.append(pynvml.nvmlDeviceGetCudaComputeCapability(device)[0])
+            generations.append(pynvml.nvmlDeviceGetCudaComputeCapability(device)[0])
     pynvml.nvmlShutdown()
-    return found
+    return generations
 
 
 def keep_order(
@@ -53,10 +53,10 @@ def keep_order(
     split = [f"parallel.{name}={size}" for name, size in axes.items() if size > 1]
     if not split or not any(generation < BLACKWELL for generation in generations):
         return None
-    given = environment.setdefault(NAME, "1")
-    if given == "1":
+    value = environment.setdefault(NAME, "1")
+    if value == "1":
         return None
     return (
-        f"{NAME}={given}: with {' and '.join(split)} collectives may wait for matrix products instead of "
+        f"{NAME}={value}: with {' and '.join(split)} collectives may wait for matrix products instead of "
         f"running beside them; unset it, or set it to 1"
     )

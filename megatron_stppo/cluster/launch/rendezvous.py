@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 def open_store(timeout: timedelta) -> dist.Store:
     """Return the store of `meeting`, or torchrun's, without waiting for the other ranks."""
-    given = meeting(timeout, wait=False)
-    return given["store"] if "store" in given else next(dist.rendezvous("env://", timeout=timeout))[0]
+    arguments = meeting(timeout, wait=False)
+    return arguments["store"] if "store" in arguments else next(dist.rendezvous("env://", timeout=timeout))[0]
 
 
 def meeting(timeout: timedelta, wait: bool = True, is_alone: bool = True) -> dict[str, Any]:
@@ -56,15 +56,15 @@ def meeting(timeout: timedelta, wait: bool = True, is_alone: bool = True) -> dic
     if is_local:
         for name in INTERFACES if is_alone else (GLOO_INTERFACE,):
             os.environ.setdefault(name, LOOPBACK)
-    given: dict[str, Any] = {"timeout": timeout, "rank": rank, "world_size": world}
+    arguments: dict[str, Any] = {"timeout": timeout, "rank": rank, "world_size": world}
     if world == 1:
-        return given | {"store": dist.HashStore()}
+        return arguments | {"store": dist.HashStore()}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return {"timeout": timeout}
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     own = _listen(address, port, is_local) if rank == 0 else None
     store = dist.TCPStore(address, port, world, rank == 0, timeout, wait, master_listen_fd=own)
-    return given | {"store": store}
+    return arguments | {"store": store}
 
 
 def host_store(address: str, timeout: timedelta) -> tuple[dist.TCPStore, int]:
@@ -143,13 +143,13 @@ def _listen(address: str, port: int, is_local: bool) -> int | None:
     Returns None if torch must listen on all interfaces: there are several hosts, and this host resolves its
     own name to a loopback address, which the other hosts could not reach.
     """
-    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4]
-    if ipaddress.ip_address(found[0]).is_loopback and not is_local:
+    resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4]
+    if ipaddress.ip_address(resolved[0]).is_loopback and not is_local:
         return None
     return _create_server(address, port)
 
 
 def _create_server(address: str, port: int) -> int:
     """Return the file descriptor of a socket that listens on this address. Port 0: on a free port."""
-    family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    return socket.create_server((str(found[0]), port), family=family).detach()
+    family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server((str(resolved[0]), port), family=family).detach()

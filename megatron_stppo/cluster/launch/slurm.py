@@ -50,7 +50,7 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         )
     first = first_ranks_host(environment)
     here = environment.get("SLURM_GTIDS", "").split(",")  # the ranks of this node
-    found = {
+    variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(local),
@@ -59,12 +59,12 @@ def torchrun_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": environment.get("MASTER_PORT") or str(_port(environment)),
     }
     for name in ("WORLD_SIZE", "LOCAL_RANK"):
-        if environment.get(name, found[name]) != found[name]:
+        if environment.get(name, variables[name]) != variables[name]:
             raise ConfigError(
-                f"{name}={environment[name]}, but srun sets {found[name]}; unset {name}, which torchrun sets "
-                "together with RANK"
+                f"{name}={environment[name]}, but srun sets {variables[name]}; unset {name}, which torchrun "
+                "sets together with RANK"
             )
-    return found
+    return variables
 
 
 def check_gpus(environment: Mapping[str, str], seen: bool) -> None:
@@ -73,11 +73,11 @@ def check_gpus(environment: Mapping[str, str], seen: bool) -> None:
     Otherwise the run would train on the CPU, or wait for ranks on other nodes that use NCCL. An empty
     CUDA_VISIBLE_DEVICES, in a shell on such a node, hides the GPUs on purpose.
     """
-    given = environment.get("SLURM_GPUS_ON_NODE", "")
-    if not seen and given not in ("", "0") and environment.get("CUDA_VISIBLE_DEVICES") != "":
+    gpus = environment.get("SLURM_GPUS_ON_NODE", "")
+    if not seen and gpus not in ("", "0") and environment.get("CUDA_VISIBLE_DEVICES") != "":
         node = environment.get("SLURMD_NODENAME", "this node")
         raise ConfigError(
-            f"SLURM_GPUS_ON_NODE={given}, but torch sees no GPU on {node}; give the environment for GPUs "
+            f"SLURM_GPUS_ON_NODE={gpus}, but torch sees no GPU on {node}; give the environment for GPUs "
             "(PYTHON=.venv-gpu/bin/python), look at nvidia-smi there, or request no GPUs to train on CPUs"
         )
 
@@ -130,11 +130,11 @@ def _check_torchrun(environment: Mapping[str, str]) -> None:
         )
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return
-    given = "RANK" if "RANK" in environment else "WORLD_SIZE"
+    first = "RANK" if "RANK" in environment else "WORLD_SIZE"
     for name in TORCHRUN:
         if name not in environment:
             raise ConfigError(
-                f"{given}={environment[given]} without {name}; start with torchrun, or unset {given}"
+                f"{first}={environment[first]} without {name}; start with torchrun, or unset {first}"
             )
     rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if rank >= world:

@@ -133,11 +133,11 @@ def remove_stale_shared_memory(folder: Path = SHARED_MEMORY) -> list[Path]:
 
 def _mapped_files(part: str) -> set[str]:
     """Return the paths containing `part` that any process of this machine maps, if its maps are readable."""
-    found: set[str] = set()
+    paths: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = maps.read_text(encoding="utf-8").splitlines()
         except OSError:  # the process ended, or belongs to another user, whose files we cannot delete anyway
             continue
-        found.update(line.split(maxsplit=5)[5] for line in lines if part in line)
-    return found
+        paths.update(line.split(maxsplit=5)[5] for line in lines if part in line)
+    return paths

@@ -74,13 +74,13 @@ class Board:
         On the other ranks the result is empty, and nothing waits.
         """
         self._set(f"{name}/{self.rank}", encode(own.copy()))
-        found: dict[int, RankReport] = {}
+        reports: dict[int, RankReport] = {}
         deadline = time.monotonic() + self.seconds
         for rank in range(self.world) if self.rank == 0 else ():
             payload = self._get(f"{name}/{rank}", max(0.1, deadline - time.monotonic()))
             if payload is not None:
-                found[rank] = decode(payload, RankReport)
-        return found
+                reports[rank] = decode(payload, RankReport)
+        return reports
 
     def announce(self, name: str, value: Value, type: type[Value], waits: int = 1) -> Value:
         """Return the first rank's `value` on every rank.

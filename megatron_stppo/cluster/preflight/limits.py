@@ -65,16 +65,16 @@ def read(overrides: Iterable[str]) -> dict[str, float]:
 
     Raises ConfigError for an unknown name or a value that is not a finite number.
     """
-    found = dict(DEFAULTS)
+    limits = dict(DEFAULTS)
     for override in overrides:
         name, _, text = override.partition("=")
         if name not in DEFAULTS:
             hint = did_you_mean(name, DEFAULTS) or f"choose one of {', '.join(DEFAULTS)}"
             raise ConfigError(f"--limit {override}: no such limit; {hint}")
         try:
-            found[name] = float(text)
+            limits[name] = float(text)
         except ValueError:
-            found[name] = math.nan
-        if not math.isfinite(found[name]):
+            limits[name] = math.nan
+        if not math.isfinite(limits[name]):
             raise ConfigError(f"--limit {override}: is not a number; write {name}={DEFAULTS[name]:g}")
-    return found
+    return limits

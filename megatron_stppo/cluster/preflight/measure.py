@@ -42,17 +42,17 @@ REPEATS, WARM_UP = 10, 3
 
 def describe_software(report: RankReport) -> None:
     """Add the versions of what is installed. Example: {"version of csrc/": "cpu built"}."""
-    found = {
+    versions = {
         "megatron-stppo": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
     }
-    found |= {name: number for name in PACKAGES if (number := doctor.version(name)) is not None}
+    versions |= {name: number for name in PACKAGES if (number := doctor.version(name)) is not None}
     parts = (f"{device} {build}" for device, build in extension.parts().items())
-    found["csrc/"] = ", ".join(parts) or "not built"
+    versions["csrc/"] = ", ".join(parts) or "not built"
     if torch.cuda.is_available():
-        found |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
-    report.texts.update({f"version of {name}": number for name, number in found.items()})
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+    report.texts.update({f"version of {name}": number for name, number in versions.items()})
 
 
 def measure_limits(report: RankReport, who: str) -> None:
@@ -198,15 +198,15 @@ def groups(nodes: Sequence[str]) -> list[list[tuple[int, ...]]]:
         else:
             rounds[2].append(closing)
         rounds.append([tuple(range(len(nodes)))])
-    several = [[group for group in one if len(group) > 1] for one in rounds]
-    return [one for one in several if one]
+    several = [[group for group in of_round if len(group) > 1] for of_round in rounds]
+    return [of_round for of_round in several if of_round]
 
 
 def measure_bandwidth(report: RankReport, nodes: Sequence[str], cuda: bool) -> None:
     """Add the bandwidth in every group of which this rank is a member. Collective."""
-    for one in groups(nodes):
+    for of_round in groups(nodes):
         # All ranks create all groups: gloo hangs if ranks have created different numbers of groups.
-        created = [(group, dist.new_group(list(group))) for group in one]
+        created = [(group, dist.new_group(list(group))) for group in of_round]
         for group, process_group in created:
             if dist.get_rank() in group:
                 where = list(dict.fromkeys(nodes[member] for member in group))

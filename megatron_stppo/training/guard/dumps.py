@@ -105,14 +105,14 @@ def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[Batch, Tensor]:
 
 def recorded(run: Path) -> list[int]:
     """Return the iterations that have a dump, in ascending order."""
-    found = (DUMP.match(path.name) for path in (run / FOLDER).glob("iteration-*"))
-    return sorted(int(match[1]) for match in found if match)
+    matches = (DUMP.match(path.name) for path in (run / FOLDER).glob("iteration-*"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def _tensors(batch: Batch, group_N: Tensor) -> dict[str, Tensor]:
-    given = columns(batch) | {GROUP: group_N}
-    del given["held_N"]  # a dump holds all tokens
-    return {name: value.contiguous() for name, value in given.items()}
+    tensors = columns(batch) | {GROUP: group_N}
+    del tensors["held_N"]  # a dump holds all tokens
+    return {name: value.contiguous() for name, value in tensors.items()}
 
 
 def _file(folder: Path, stage: int) -> Path:
@@ -122,5 +122,5 @@ def _file(folder: Path, stage: int) -> Path:
 def _stages(mesh: MeshRank) -> str:
     """Return the configuration fields that determine which layers each pipeline rank has."""
     names = ("pipeline", "virtual", "first_stage_layers", "last_stage_layers")
-    given = ((name, getattr(mesh.layout, name)) for name in names)
-    return ", ".join(f"parallel.{name}={value}" for name, value in given if value is not None)
+    fields = ((name, getattr(mesh.layout, name)) for name in names)
+    return ", ".join(f"parallel.{name}={value}" for name, value in fields if value is not None)

@@ -70,15 +70,15 @@ class Spikes:
     def look(self, row: Mapping[str, Any]) -> list[Spike]:
         """Return the spikes of an iteration, and record its values. Ignores values that are missing or not
         finite."""
-        found = []
+        spikes = []
         for name, past in self._past.items():
             value = abs(row.get(name, math.nan))
             if not math.isfinite(value):
                 continue
             if 2 * len(past) >= self._window and value > (bound := self._bound(name)):
-                found.append(Spike(name, value, bound))
+                spikes.append(Spike(name, value, bound))
             past.append(value)
-        return found
+        return spikes
 
     def _bound(self, name: str) -> float:
         past = self._past[name]
@@ -154,11 +154,11 @@ class UpdateGuard:
         for reason in reasons:
             self._warn(iteration, reason)
         if {"none": False, "faults": spiked or bool(refused), "all": True}[self._run.dump]:
-            given = (self._run.folder, iteration, batch, group_N, self._mesh)
-            dumps.write(*given, reasons, self._run.keep_dumps)
+            run, mesh = self._run, self._mesh
+            dumps.write(run.folder, iteration, batch, group_N, mesh, reasons, run.keep_dumps)
         self._spend_budget(where)
-        found = {"fault/spikes": float(len(spikes))} | self._look_at_mechanisms(iteration, row)
-        return found | (self._roll_back(iteration) if spiked and self._rolls_back else {})
+        row_of_faults = {"fault/spikes": float(len(spikes))} | self._look_at_mechanisms(iteration, row)
+        return row_of_faults | (self._roll_back(iteration) if spiked and self._rolls_back else {})
 
     def state(self) -> dict[str, Any]:
         """Return the state for the checkpoint, which JSON can represent."""
