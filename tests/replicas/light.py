@@ -166,7 +166,7 @@ def serve(folder: Path, name: str, dies: Dies | None = None) -> tuple[str, list[
 
     def link(route: Route, receives: bool) -> Link:
         store = connect_store(route.host, route.port, TIMEOUT)
-        made = Link.of_replica(engine, shape, route, receives, store, TIMEOUT)
+        made = Link(engine.parameters(), shape, route, receives, store, TIMEOUT)
         if dies is not None and dies.gives != receives:
             die_in(made, dies, folder)
         return made

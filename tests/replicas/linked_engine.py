@@ -73,7 +73,7 @@ def serve(folder: Path) -> dict[str, Any]:
 
     port, seen = int(await_note(folder, "port")), dict[str, Any]()
     store = connect_store("127.0.0.1", port, TIMEOUT)
-    link = Link.of_replica(engine, read_shape(folder), route(port), True, store, TIMEOUT)
+    link = Link(engine.parameters(), read_shape(folder), route(port), True, store, TIMEOUT)
     for version, factor in ((3, 1.0), (4, 0.5)):
         seen[f"report {version}"] = link.sync(version)
         engine.published = lambda version=version: version

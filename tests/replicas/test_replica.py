@@ -97,13 +97,16 @@ def once(
     shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
     connection, notice = keys.find(given.run.folder, 60), SimpleNamespace(reason="")
     started: Any = Started(folder, connection, notice, name)  # type: ignore[arg-type]
+
+    def link(route: Any, receives: bool) -> Link:
+        store = connect_store(route.host, route.port, timeout)
+        return Link(engine.parameters(), shape, route, receives, store, timeout)
+
     with first_rank(given, started, name, engine, environment) as first:
         replica = Replica(
             engine,
             rollout_limits(given),
-            lambda route, receives: Link.of_replica(
-                engine, shape, route, receives, connect_store(route.host, route.port, timeout), timeout
-            ),
+            link,
             lambda phase: contextlib.nullcontext(),
             first,
         )

@@ -109,8 +109,8 @@ class AsynchronousSimulation:
         self.ledger = Ledger(run.terms)
         self._admitted: deque[EpisodeInPlay] = deque()  # and not begun
         self._ended_of: dict[int, list[EpisodeInPlay]] = {}  # by open group
-        given = (run.engine, run.work.tools.at_once, self._ended, run.update, run.overlap)
-        self._replicas = [ReplicaModel(self._clock, *given) for _ in range(run.replicas)]
+        settings = (run.engine, run.work.tools.at_once, self._ended, run.update, run.overlap)
+        self._replicas = [ReplicaModel(self._clock, *settings) for _ in range(run.replicas)]
         self._publication = Publication(self._clock, self._replicas, run.first, run.transfer, self._publish)
         self._version = -1
         self._asked_at: float | None = None  # while the trainer waits
@@ -143,7 +143,7 @@ class AsynchronousSimulation:
     def _begin(self) -> None:
         """Give admitted episodes to the replicas that have places for them."""
         while self._admitted:
-            replica = min(self._replicas, key=lambda one: one.in_flight)
+            replica = min(self._replicas, key=lambda replica: replica.in_flight)
             if replica.in_flight >= self._run.concurrency:
                 break
             replica.admit(self._admitted.popleft(), self._version)
@@ -162,11 +162,11 @@ class AsynchronousSimulation:
         if self._asked_at is None or (taken := self.ledger.take()) is None:
             return
         ended = (self._ended_of.pop(group) for group in taken.groups)
-        batch = [one for of_group in ended for one in sorted(of_group, key=lambda one: one.number)]
+        batch = [episode for of_group in ended for episode in sorted(of_group, key=lambda e: e.number)]
         self._waiting += self._clock.now - self._asked_at
         self._asked_at = None
         self.batches.append(tuple(batch))
-        seconds = self._run.trainer.seconds(sum(one.plan.sizes.tokens for one in batch))
+        seconds = self._run.trainer.seconds(sum(episode.plan.sizes.tokens for episode in batch))
         self._training += seconds
         self._clock.at(self._clock.now + seconds, self._trained)
 
@@ -191,25 +191,25 @@ class AsynchronousSimulation:
         clock.at(clock.now + run.publish, copied)
 
     def _totals(self) -> _Totals:
-        counts = [one.engine.counts for one in self._replicas]
+        counts = [replica.engine.counts for replica in self._replicas]
         return _Totals(
             now=self._clock.now,
             waiting=self._waiting,
             training=self._training,
-            stepping=sum(one.engine.seconds for one in self._replicas),
-            paused=sum(one.paused for one in self._replicas),
-            recomputed=sum(one.recomputed for one in self._replicas),
-            calls_waiting=sum(one.waited for one in self._replicas),
-            steps=sum(one.steps for one in counts),
-            generated=sum(one.generated for one in counts),
+            stepping=sum(replica.engine.seconds for replica in self._replicas),
+            paused=sum(replica.paused for replica in self._replicas),
+            recomputed=sum(replica.recomputed for replica in self._replicas),
+            calls_waiting=sum(replica.waited for replica in self._replicas),
+            steps=sum(count.steps for count in counts),
+            generated=sum(count.generated for count in counts),
         )
 
     def _forecast(self) -> Forecast:
         count, spent = self._window.count, self._measured[-1].since(self._measured[0])
         trained = [
-            (version - (one.oldest or 0), one.plan.sizes.tokens)
+            (version - (episode.oldest or 0), episode.plan.sizes.tokens)
             for version, batch in enumerate(self.batches)
-            for one in batch
+            for episode in batch
             if version >= self._window.skipped
         ]
         versions, seconds = Counter(age for age, _ in trained), spent.now

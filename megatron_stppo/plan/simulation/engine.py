@@ -173,7 +173,7 @@ class StepEngine:
             done = self._step + generation.left - generation.last_step
             generation.context += done
             generation.left -= done
-        lost = sum(one.context for one in again) + sum(one.context - one.fresh for one in self._waiting)
+        lost = sum(turn.context for turn in again) + sum(turn.context - turn.fresh for turn in self._waiting)
         self._running.clear()
         self._context = 0
         self._waiting.extendleft(reversed(again))
@@ -195,18 +195,18 @@ class StepEngine:
         """Let waiting generations in. Return the tokens of prompts that the next step computes."""
         room, prefill = self._speed.most_tokens - len(self._running), 0
         while self._waiting and room > 0 and len(self._running) < self._speed.most_sequences:
-            one = self._waiting[0]
-            taken = min(room, one.fresh)
-            one.fresh -= taken
+            turn = self._waiting[0]
+            taken = min(room, turn.fresh)
+            turn.fresh -= taken
             prefill, room = prefill + taken, room - taken
-            if one.fresh:
+            if turn.fresh:
                 break
             self._waiting.popleft()
-            one.begun()
-            one.last_step = self._step + one.left
+            turn.begun()
+            turn.last_step = self._step + turn.left
             self._order += 1
-            heapq.heappush(self._running, (one.last_step, self._order, one))
-            self._context += one.context
+            heapq.heappush(self._running, (turn.last_step, self._order, turn))
+            self._context += turn.context
         return prefill
 
     def _cut(self) -> None:

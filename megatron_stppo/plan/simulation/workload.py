@@ -63,16 +63,16 @@ class DrawnLengths:
     context: int  # most tokens of an episode
 
     def draw(self, chance: random.Random) -> Sizes:
-        left, found = self.context, []
+        left, turns = self.context, []
         read = min(_count(self.prompt, chance), left - 1)
         for _ in range(_count(self.turns, chance)):
             generated = min(_count(self.turn, chance), left - read)
-            found.append((read, generated))
+            turns.append((read, generated))
             left -= read + generated
             read = _count(self.observation, chance)
             if read >= left:  # no room for an answer
                 break
-        return Sizes(tuple(found))
+        return Sizes(tuple(turns))
 
 
 @dataclass(frozen=True)

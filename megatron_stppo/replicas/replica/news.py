@@ -112,8 +112,7 @@ class NewsSource:
             self._receive(message)
         self.answers |= {answer.index: answer for answer in self.host.take(0)}
         self.host.check()
-        if self.end is None:
-            self.end = self._reason_to_end(bool(messages))
+        self.end = self.end or self._reason_to_end(bool(messages))
         if self.to_tell is not None:
             self.tell_unfinished()
             self.send(ToldUnfinished(self.to_tell.number))
@@ -126,12 +125,6 @@ class NewsSource:
         for number in self._player.playing:
             if number >= 0 and (record := self._player.record(number)):
                 self.dialer.send(Unfinished.of(number, record))
-
-    def _tell_ready(self, version: int) -> None:
-        """Say once that the replica can receive this version."""
-        if version != self._told:
-            self._told = version
-            self.send(Ready(version))
 
     def send(self, message: FromReplica) -> None:
         """Send the newest counters, and then the message: an iteration that ends with it has both."""
@@ -201,13 +194,14 @@ class NewsSource:
 
     def _prepare_update(self, player: Player) -> tuple[bool, Receive | None]:
         """Answer an announcement when the update can be entered. Return (hold, receive) of the News."""
-        if (version := self.announced) is not None:
-            if self.drain and not self._held and self.version >= 0:
+        drains = self.drain and self.version >= 0
+        if self.announced is not None:
+            if drains and not self._held:
                 self._held = True
                 return True, None
-            if not (self.drain and player.runs and self.version >= 0):
-                self._tell_ready(version)
-        if self.to_receive is None:
-            return False, None
-        self._held = False
+            if self.announced != self._told and not (drains and player.runs):
+                self._told = self.announced
+                self.send(Ready(self._told))
+        if self.to_receive is not None:
+            self._held = False
         return False, self.to_receive

@@ -67,11 +67,10 @@ class Replica:
         except Exception as error:
             self._tell("misuse" if isinstance(error, ConfigError) else "error", _said(error))
             raise
-        match end.kind:
-            case "left" | "away" | "error":
-                if self._first:
-                    self._first.tell_unfinished()
-                self._tell(end.kind, end.text)
+        if end.kind == "left" or end.kind == "away" or end.kind == "error":
+            if self._first:
+                self._first.tell_unfinished()
+            self._tell(end.kind, end.text)
         return end
 
     def published(self) -> int:
@@ -118,11 +117,18 @@ class Replica:
         return None
 
     def _hear(self) -> News:
-        """Return the first rank's news on all ranks."""
+        """Return the first rank's news on all ranks. If they fail, they end the replica: the others wait."""
         news: News | None = None
         if self._first:
             began = time.monotonic()
-            news = _next(self._first, self._player)
+            try:
+                news = self._first.next(self._player)
+            except ToolsStayAway as error:
+                news = News(end=End("away", str(error)))
+            except Exception as error:
+                if not isinstance(error, CannotServe):
+                    log.error("the first rank failed", exc_info=True)
+                news = News(end=End("error", _said(error)))
             self._activity.waited(began, time.monotonic())
         return broadcast_record(news, News, 0, self._engine.group)
 
@@ -193,18 +199,6 @@ class Replica:
         if self._first:
             for playing in ended:
                 self._first.send(Done(playing.index, playing.episode.trajectory()))
-
-
-def _next(source: NewsSource, player: Player) -> News:
-    """Return the source's news. If it fails, they end the replica, because the other ranks wait for them."""
-    try:
-        return source.next(player)
-    except ToolsStayAway as error:
-        return News(end=End("away", str(error)))
-    except Exception as error:
-        if not isinstance(error, CannotServe):
-            log.error("the first rank failed", exc_info=True)
-        return News(end=End("error", _said(error)))
 
 
 @contextmanager

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -37,11 +35,10 @@ from megatron_stppo.rollout.episodes.play import OneVersion
 from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from megatron_stppo.rollout.vllm.engine import Engine
 from megatron_stppo.training.rollouts import rollout_settings
-from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
-from megatron_stppo.weights.sharding.low_rank import ServedAdapters, served_adapters
+from megatron_stppo.weights.sharding.hf_names import read_shape
+from megatron_stppo.weights.sharding.low_rank import served_adapters
 
 ONE_VERSION: dict[str, OneVersion] = {"recompute": "", "drain": "turn", "complete": "episode"}
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -77,30 +74,19 @@ def serve(config: Config, started: Started, build_engine: Callable[[], Engine]) 
         make_environment = open_environment(config, resume=True)
         timeout, shape = timedelta(seconds=config.serving.timeout), read_shape(config.model.path)
         limits, adapters = rollout_settings(config).limits, served_adapters(config.model.lora, shape)
-        build = partial(
-            Replica,
-            engine,
-            limits,
-            partial(_link, engine, shape, timeout, adapters),
-            watchdog.phase,
-        )
-        one_version = ONE_VERSION[config.serving.update]
+
+        def link(route: Route, receives: bool) -> Link:
+            store = connect_store(route.host, route.port, timeout)
+            return Link(engine.parameters(), shape, route, receives, store, timeout, adapters)
+
+        def play(first: NewsSource | None) -> None:
+            one_version = ONE_VERSION[config.serving.update]
+            _serve(Replica(engine, limits, link, watchdog.phase, first, one_version), engine)
+
         if rank:
-            return _serve(build(None, one_version), engine)
+            return play(None)
         with first_rank(config, started, name, engine, make_environment) as first:
-            _serve(build(first, one_version), engine)
-
-
-def _link(
-    engine: Engine,
-    shape: ModelShape,
-    timeout: timedelta,
-    adapters: ServedAdapters | None,
-    route: Route,
-    receives: bool,
-) -> Link:
-    store = connect_store(route.host, route.port, timeout)
-    return Link.of_replica(engine, shape, route, receives, store, timeout, adapters)
+            play(first)
 
 
 def _serve(replica: Replica, engine: Engine) -> None:
@@ -133,7 +119,18 @@ def first_rank(
             tools=ToolWait(e.tool_wait),
             answered=dialer.wake,
         ) as host:
-            dialer.send(_hello(config, name, engine))
+            dialer.send(
+                Hello(
+                    name=name,
+                    model=model_digest(config.model.path),
+                    vocabulary=engine.vocabulary,
+                    dtype=str(process.dtype(config)).removeprefix("torch."),
+                    vllm=engine_version(),
+                    tensor=config.engine_tensor,
+                    capacity=config.serving.concurrency or config.rollout.max_sequences,
+                    process=process_name(os.getpid()),
+                )
+            )
             yield NewsSource(
                 dialer=dialer,
                 host=host,
@@ -146,16 +143,3 @@ def first_rank(
             )
     finally:
         dialer.close()
-
-
-def _hello(config: Config, name: str, engine: Engine) -> Hello:
-    return Hello(
-        name=name,
-        model=model_digest(config.model.path),
-        vocabulary=engine.vocabulary,
-        dtype=str(process.dtype(config)).removeprefix("torch."),
-        vllm=engine_version(),
-        tensor=config.engine_tensor,
-        capacity=config.serving.concurrency or config.rollout.max_sequences,
-        process=process_name(os.getpid()),
-    )

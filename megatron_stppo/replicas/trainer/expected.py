@@ -24,7 +24,6 @@ from megatron_stppo.data.validity import episode_fault, ids_fault, turn_fault
 from megatron_stppo.environments.contract import MAX_METRICS, METRIC
 from megatron_stppo.replicas.wire.episodes import PackedRecord, unpack_record
 from megatron_stppo.replicas.wire.messages import Hello
-from megatron_stppo.rollout.episodes.record import RecordedHistory
 
 NO_TASK = Task("", (), (), "train", 0)
 SHOWN = 16  # characters of a value that differs, such as a hash
@@ -92,12 +91,14 @@ class Expected:
         """Return why an episode in progress cannot have played this, or ""."""
         try:
             for history in unpack_record(record):
+                if not history.turns or any(turn.reason is None for turn in history.turns[:-1]):
+                    return "no turns, or one that is not complete before another"
                 turns = tuple(
                     Turn(turn.token_ids, turn.logprobs, turn.observation_ids, 0.0, turn.versions)
                     for turn in history.turns
                 )
                 played = Trajectory(NO_TASK, history.prompt_ids, turns, "ok")
-                if reason := _order_fault(history) or self._history_fault(played, held):
+                if reason := self._history_fault(played, held):
                     return reason
         except ValueError as error:
             return one_line(str(error))
@@ -122,7 +123,7 @@ class Expected:
             return f"{length} tokens exceed rollout.max_context={self.max_context}"
         return self._routes_fault(played.routes, length - 1 if played.turns else 0)
 
-    def _routes_fault(self, given: bytes, tokens: int) -> str:
+    def _routes_fault(self, routes: bytes, tokens: int) -> str:
         """Check the experts of the first `tokens` tokens.
 
         A token's experts in one layer must differ, because the dispatcher makes one row for each of them.
@@ -130,24 +131,18 @@ class Expected:
         layers, chosen = self.routes
         dtype = dtype_of(self.experts)
         expected = tokens * layers * chosen * dtype.itemsize
-        if len(given) != expected:
-            return f"{len(given)} bytes of experts instead of {expected}"
+        if len(routes) != expected:
+            return f"{len(routes)} bytes of experts instead of {expected}"
         if not expected:
             return ""
-        numbers = np.frombuffer(given, dtype=str(dtype).removeprefix("torch."))
+        numbers = np.frombuffer(routes, dtype=str(dtype).removeprefix("torch."))
         if not 0 <= numbers.min() <= numbers.max() < self.experts:
             return f"an expert outside 0 to {self.experts - 1}"
         # pairs of columns: this is in the thread that serves all replicas, and sorting takes 8 times as long
         columns = np.ascontiguousarray(numbers.reshape(-1, chosen).T)
-        if any((one == other).any() for one, other in combinations(columns, 2)):
+        if any((left == right).any() for left, right in combinations(columns, 2)):
             return "an expert that is chosen twice for one token"
         return ""
-
-
-def _order_fault(history: RecordedHistory) -> str:
-    if not history.turns or any(turn.reason is None for turn in history.turns[:-1]):
-        return "no turns, or one that is not complete before another"
-    return ""
 
 
 def _trajectory_fault(played: Trajectory) -> str:

@@ -121,8 +121,8 @@ class Hub:
                     raise self._crew.trouble
                 if (message := self._to_send(version)) is not None:
                     return message
-                if (found := result()) is not None:
-                    return found
+                if (answer := result()) is not None:
+                    return answer
                 why = self._why_end()
                 if why and abandons:
                     raise Abandoned(why)
@@ -136,10 +136,10 @@ class Hub:
 
     def results(self, numbers: list[int]) -> list[Trajectory] | None:
         """Take the trajectories of an evaluation."""
-        found = self._crew.results
-        if not all(number in found for number in numbers):
+        results = self._crew.results
+        if not results.keys() >= set(numbers):
             return None
-        return [found.pop(number) for number in numbers]
+        return [results.pop(number) for number in numbers]
 
     def batch(self) -> list[Trajectory] | None:
         """Take the next batch. Groups without variance are dropped, and others are admitted and assigned."""
@@ -220,7 +220,7 @@ class Hub:
         return not any(n.has_joined for n in nodes) or any(n.version == version for n in nodes) or None
 
     def lose(self, group: str, why: str) -> None:
-        """Remove a replica, and end it if it still runs. Its episodes are assigned again."""
+        """Remove a replica, as Crew.expel does."""
         with self._changed:
             self._crew.expel(group, why)
 

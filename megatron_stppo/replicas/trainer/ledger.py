@@ -160,7 +160,7 @@ class EpisodeLedger:
             return {}
         numbers = list(self._book.open)
         count = (numbers[0] if numbers else self._book.next) + len(self._ahead)  # groups that are closed
-        early = sum((one for number, one in self._ahead.items() if number >= count), Lengths())
+        early = sum((of_one for number, of_one in self._ahead.items() if number >= count), Lengths())
         slow = [self._groups[number] for number in numbers if number < count]
         instead = sum((Lengths.of(group.finished.values()) for group in slow), Lengths())
         return {
@@ -196,7 +196,7 @@ class EpisodeLedger:
         """Return the episodes of open groups that have finished, and those that were dropped for the next
         batch, which a checkpoint holds too. Groups that have completed are in the order of completion."""
         groups = {number: self._groups[number] for number in self._book.completed} | self._groups
-        return [Done(*one) for group in groups.values() for one in group.finished.items()]
+        return [Done(*episode) for group in groups.values() for episode in group.finished.items()]
 
     def restore(self, state: Mapping[str, Any], kept: Iterable[Done] = ()) -> None:
         """Continue from a checkpoint's state, in which `ledger` is missing if it was colocated.
@@ -216,7 +216,7 @@ class EpisodeLedger:
         check_open(saved, self._terms.tasks, self._terms.samples)
         if saved["first"] == saved["next"]:  # no group is open
             return
-        self._ahead = {int(number): Lengths(**one) for number, one in saved["trained"].items()}
+        self._ahead = {int(number): Lengths(**of_one) for number, of_one in saved["trained"].items()}
         self._open_again(saved)
         used = {number: self._used(place) for place, number in enumerate(self._book.open)}
         for done in kept:
@@ -278,7 +278,8 @@ class EpisodeLedger:
 
     def _assigned(self, admitted: Sequence[Admitted]) -> list[Assignment]:
         """Return the episodes of groups that were admitted, with the cursor's next tasks."""
-        new = [Group(task, one) for one, task in zip(admitted, self._cursor.take(len(admitted)), strict=True)]
+        tasks = self._cursor.take(len(admitted))
+        new = [Group(task, drawn) for task, drawn in zip(tasks, admitted, strict=True)]
         self._groups |= {group.drawn.number: group for group in new}
         return [episode for group in new for episode in self._episodes(group)]
 

@@ -98,7 +98,7 @@ class LocalReplicas:
         start_again: False if the run ends soon, so that none is needed.
         Raises ConfigError if a replica ended because of its configuration: a new one would end too.
         """
-        found = []
+        ended = []
         for name, ranks in list(self._processes.items()):
             if (code := ranks.ended()) is None:
                 continue
@@ -107,14 +107,14 @@ class LocalReplicas:
                 raise ConfigError(
                     last.removeprefix("megatron-stppo: ") or f"{name} refused its configuration"
                 )
-            found.append((name, f"its process ended with {code}: {last}"))
+            ended.append((name, f"its process ended with {code}: {last}"))
             del self._processes[name]
             if start_again and self._budget:
                 self._budget -= 1
                 self._processes[name] = self._start(name)
             elif start_again:
                 self.gave_up = f"{name} ended and rollout.engine_restarts is used up: {last}"
-        return found
+        return ended
 
     def expects(self, name: str, process: str) -> bool:
         """Return False if a replica of this machine has the name, and the process is another one.
@@ -192,5 +192,5 @@ def _check_gpus(trainer: int, replicas: int, tensor: int) -> None:
 
 def _gpus() -> list[str]:
     """Return the visible GPUs as CUDA_VISIBLE_DEVICES names them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(i) for i in range(torch.cuda.device_count())]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]

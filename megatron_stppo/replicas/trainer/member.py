@@ -54,10 +54,10 @@ def shares(waiting: int, playing: Sequence[int], capacity: Sequence[int]) -> lis
     the last. playing, capacity: episodes per replica.
     Example: shares(5, [0, 2], [8, 8]) is [3, 2], and shares(9, [0, 0], [2, 4]) is [2, 4].
     """
-    given = [0] * len(playing)
+    counts = [0] * len(playing)
     for _ in range(waiting):
-        free = [i for i, most in enumerate(capacity) if playing[i] + given[i] < most]
+        free = [i for i, most in enumerate(capacity) if playing[i] + counts[i] < most]
         if not free:
             break
-        given[min(free, key=lambda i: (playing[i] + given[i], -i))] += 1
-    return given
+        counts[min(free, key=lambda i: (playing[i] + counts[i], -i))] += 1
+    return counts

@@ -92,11 +92,11 @@ class Sender:
         try:
             with _own_stream(device):
                 while True:
-                    found = self._hub.next_to_send(ASKS, tensor) if self._hub is not None else False
-                    found = decode(broadcast_bytes(encode(found), 0, self._own), bool | Receive)
-                    if isinstance(found, Receive):
-                        self.send(found, packed)
-                    elif not found:
+                    message = self._hub.next_to_send(ASKS, tensor) if self._hub is not None else False
+                    message = decode(broadcast_bytes(encode(message), 0, self._own), bool | Receive)
+                    if isinstance(message, Receive):
+                        self.send(message, packed)
+                    elif not message:
                         return
         except Exception as error:  # raised by `join`, in the main thread
             self._error = error

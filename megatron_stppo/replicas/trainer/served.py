@@ -74,10 +74,8 @@ class Served:
 
         hub: on the first rank, None on the others. notice: returns why this rank must end soon, or "".
         """
-        self.learner, self._hub = learner, hub
-        self._notice = notice
-        self._meter = ServingMeter()
-        config = learner.config
+        self.learner, self._hub, self._notice = learner, hub, notice
+        self._meter, config = ServingMeter(), learner.config
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(
             config.model.path, config.model.template_arguments
         )
@@ -218,14 +216,14 @@ class Served:
 
         abandons: raise Abandoned as soon as any rank has received notice.
         """
-        found: list[T] = []
+        answers: list[T] = []
 
         def decide(hub: Hub) -> Step:
             if (answer := hub.wait(lambda: result(hub), ASKS, self._version, abandons)) is None:
                 return Step("ask")
             if isinstance(answer, Receive):
                 return Step("send", answer)
-            found.append(answer)
+            answers.append(answer)
             return Step("done")
 
         while (step := self._next(decide)).kind != "done":
@@ -235,7 +233,7 @@ class Served:
                 self._sender.send(step.message)
             elif any_rank(bool(self._notice())) and self._hub is not None:
                 self._hub.must_end("another rank received notice")
-        return found[0] if found else None
+        return answers[0] if answers else None
 
     def _next(self, decide: Callable[[Hub], Step]) -> Step:
         """Return the first rank's decision on all ranks, or raise its error on all. Collective.

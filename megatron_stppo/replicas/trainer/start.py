@@ -68,8 +68,8 @@ def start_hub(
     hub, misuse, store, at = None, None, None, ("", 0)
     if dist.get_rank() == 0:
         try:
-            crew, store, at = _first(config, dtype, trained)
-            hub = Hub(crew, notice)
+            crew, store = _first(config, dtype, trained)
+            hub, at = Hub(crew, notice), crew.address
         except ConfigError as error:
             misuse = str(error)
     raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
@@ -77,8 +77,8 @@ def start_hub(
     return hub, store or connect_store(at[0], at[1], timedelta(seconds=config.serving.timeout))
 
 
-def _first(config: Config, dtype: torch.dtype, trained: Trained) -> tuple[Crew, dist.Store, tuple[str, int]]:
-    """Return what only the first rank has: the crew, the store, and its host and port."""
+def _first(config: Config, dtype: torch.dtype, trained: Trained) -> tuple[Crew, dist.Store]:
+    """Return what only the first rank has: the crew and the store."""
     run, serving, r = config.run, config.serving, config.rollout
     assert config.data.train is not None and serving.replicas, "validation/checks.py requires them"
     shape = read_shape(config.model.path)
@@ -100,32 +100,23 @@ def _first(config: Config, dtype: torch.dtype, trained: Trained) -> tuple[Crew, 
         resample=r.resample,
     )
     cursor = TaskCursor(fitting_tasks(config, "train", shown=True).tasks, run.seed)
-    listener = _listen(config)
+    ledger = EpisodeLedger(cursor, terms, run.seed, r.temperature, r.top_p)
+    listener, host = _listen(config), _address(config)
     local = _local(config) if serving.start else None
     if local is None:
-        here = ", on this machine only (serving.address)" if address.is_loopback(_address(config)) else ""
+        here = ", on this machine only (serving.address)" if address.is_loopback(host) else ""
         say(
             f"listening at {listener.connection.address} for replicas{here}: start {serving.replicas} with "
             f"`megatron-stppo serve {run.folder}`"
         )
-    host = _address(config)
     store, port = host_store(host, timedelta(seconds=serving.timeout))
 
     def tell(group: str, why: str) -> None:
         # over a connection of its own, in which no other thread waits
         tell_lost(store.clone(), group, why)  # type: ignore[attr-defined]  # missing in torch's stubs
 
-    crew = Crew(
-        listener,
-        EpisodeLedger(cursor, terms, run.seed, r.temperature, r.top_p),
-        expected,
-        (host, port),
-        trained,
-        serving.timeout,
-        local,
-        tell,
-    )
-    return crew, store, (host, port)
+    crew = Crew(listener, ledger, expected, (host, port), trained, serving.timeout, local, tell)
+    return crew, store
 
 
 def _listen(config: Config) -> Listener:

@@ -14,17 +14,17 @@ from megatron_stppo.config import ConfigError
 FIELD, CLIENTS = "serving.address", "replicas"  # as errors name them
 
 
-def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> str:
+def find(configured: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> str:
     """Return the IP address of the interface that replicas and the trainer's other ranks connect to.
 
-    given: serving.address. starts_replicas: the trainer starts its replicas, on its own machine. environment:
-    with torchrun's variables, which srun's tasks get from `discover` (cluster/launch/process.py).
+    configured: serving.address. starts_replicas: the trainer starts its replicas, on its own machine.
+    environment: with torchrun's variables, which `discover` (cluster/launch/process.py) sets in srun's tasks.
     Raises ConfigError if the address is not that of one interface, or is a loopback address although ranks or
     replicas are on other machines.
     """
     is_local = environment.get("WORLD_SIZE", "1") == environment.get("LOCAL_WORLD_SIZE", "1")
-    if given:
-        name = given
+    if configured:
+        name = configured
     elif is_local and starts_replicas:
         name = LOOPBACK
     else:
@@ -33,19 +33,19 @@ def find(given: str | None, starts_replicas: bool, environment: Mapping[str, str
             # The ranks of a step on one node connect over its loopback interface. The replicas are other
             # steps, which may be on other nodes.
             name = slurm.first_ranks_host(environment)
-    found = interfaces.resolve(FIELD, name, CLIENTS)
+    interface = interfaces.resolve(FIELD, name, CLIENTS)
     elsewhere = not is_local or (not starts_replicas and slurm.is_part_of_the_job(environment))
-    if found.is_loopback and elsewhere:
+    if interface.is_loopback and elsewhere:
         raise ConfigError(
             f"serving.address={name}: is a loopback address, which ranks and replicas on other machines "
             "cannot reach; give the address of an interface that connects them"
         )
-    return str(found)
+    return str(interface)
 
 
-def check(given: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> None:
+def check(configured: str | None, starts_replicas: bool, environment: Mapping[str, str]) -> None:
     """Raise ConfigError if find() does, or if this is the first rank and cannot listen at the address."""
-    address = find(given, starts_replicas, environment)
+    address = find(configured, starts_replicas, environment)
     if environment.get("RANK", "0") == "0":
         listen(address).close()
 

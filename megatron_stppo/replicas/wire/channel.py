@@ -209,15 +209,15 @@ class Channel:
 
 def _read(sock: socket.socket, count: int, ends: float | None = None) -> bytes:
     """Return the next `count` bytes. ends: at which time.monotonic() a TimeoutError is raised."""
-    found = bytearray(count)
-    rest = memoryview(found)
+    received = bytearray(count)
+    rest = memoryview(received)
     while rest:
         if ends is not None:
             sock.settimeout(max(0.001, ends - time.monotonic()))
         if not (arrived := sock.recv_into(rest)):
             raise ConnectionResetError("the other side has closed the connection")
         rest = rest[arrived:]
-    return bytes(found)
+    return bytes(received)
 
 
 def _check(proof: bytes, key: bytes, sender: bytes, nonces: bytes) -> None:

@@ -129,8 +129,8 @@ def _recorded(packed: _RecordedTurn) -> RecordedTurn:
     return RecordedTurn(unpack_ids(ids), _logprobs(logprobs), versions, reason, unpack_ids(observation))
 
 
-def _logprobs(given: bytes) -> tuple[float, ...]:
-    values = np.frombuffer(given, LOGPROB)
+def _logprobs(packed: bytes) -> tuple[float, ...]:
+    values = np.frombuffer(packed, LOGPROB)
     if (values > LARGEST_LOGPROB).any():  # False for NaN
         raise ValueError("a log-prob above 0")
     return tuple(values.tolist())
@@ -150,9 +150,9 @@ def decode_episodes(content: bytes) -> tuple[list[Done], list[Unfinished]]:
 
     Raises msgspec.MsgspecError or ValueError if another version wrote them.
     """
-    found = msgspec.msgpack.decode(content, type=list[PackedDone | Unfinished]) if content else []
-    unfinished = [episode for episode in found if isinstance(episode, Unfinished)]
-    return [episode.unpack() for episode in found if isinstance(episode, PackedDone)], unfinished
+    episodes = msgspec.msgpack.decode(content, type=list[PackedDone | Unfinished]) if content else []
+    unfinished = [episode for episode in episodes if isinstance(episode, Unfinished)]
+    return [episode.unpack() for episode in episodes if isinstance(episode, PackedDone)], unfinished
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -160,8 +160,8 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}I", *ids)
 
 
-def unpack_ids(given: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(given, ID).tolist())
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(packed, ID).tolist())
 
 
 def versions_of(record: PackedRecord) -> set[int]:

@@ -90,20 +90,19 @@ def find(folder: Path, deadline_seconds: float, waits: Callable[[], object] = la
     another user owns it, or it is damaged.
     """
     ends, path, waited = time.monotonic() + deadline_seconds, path_of(folder), False
-    while (found := _read(path)) is None or not _listens(found):
+    while (connection := _read(path)) is None or not _listens(connection):
         if not waited:
             waits()
             waited = True
         if (left := ends - time.monotonic()) <= 0:
-            what = (
-                "is of a trainer that has ended, and no other one has started," if found else "does not exist"
-            )
+            gone = "is of a trainer that has ended, and no other one has started,"
+            what = gone if connection else "does not exist"
             raise ConfigError(
                 f"{path}: {what} after {deadline_seconds:.3g} s; start `megatron-stppo train` with "
                 "serving.replicas for this run, or give the folder of another run"
             )
         time.sleep(min(LOOK, left))
-    return found
+    return connection
 
 
 def _listens(connection: Connection) -> bool:
@@ -135,11 +134,11 @@ def _read(path: Path) -> Connection | None:
         ) from None
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    me, others = os.geteuid(), found.st_mode & 0o077
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != me or others:
+def _check_owner(path: Path, file: os.stat_result) -> None:
+    me, others = os.geteuid(), file.st_mode & 0o077
+    if not stat.S_ISREG(file.st_mode) or file.st_uid != me or others:
         raise ConfigError(
-            f"{path}: is {stat.filemode(found.st_mode)} of user {found.st_uid}, and must be a file that only "
+            f"{path}: is {stat.filemode(file.st_mode)} of user {file.st_uid}, and must be a file that only "
             f"user {me}, who runs this replica, can open; remove it, and start `megatron-stppo train` again "
             f"as user {me}"
         )

@@ -225,8 +225,8 @@ def unpack_from_replica(payload: bytes) -> FromReplica:
     """Return the message of a replica. Raises ValueError with one printable line, whatever the payload is:
     the replica may run another version, or be hostile."""
     try:
-        found = _from_replica.decode(payload)
-        return found.unpack() if isinstance(found, PackedDone) else found
+        message = _from_replica.decode(payload)
+        return message.unpack() if isinstance(message, PackedDone) else message
     except _FAILURES as error:
         raise ValueError(one_line(str(error))) from None
 

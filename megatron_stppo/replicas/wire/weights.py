@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,6 @@ from megatron_stppo.weights.sharding.low_rank import ServedAdapters, served_adap
 from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts
 from megatron_stppo.weights.sharding.tiles import Spans
 
-if TYPE_CHECKING:  # it imports vLLM, which the trainer does not need
-    from megatron_stppo.rollout.vllm.engine import Engine
-
 Result = TypeVar("Result")
 # Errors of this rank's own GPU, which are RuntimeErrors like those of a connection.
 OWN_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)
@@ -61,7 +58,7 @@ class Link:
 
     Example: the trainer, and the replica that receives:
         link = Link.from_trainer(learner, route, store, timeout)
-        link = Link.of_replica(engine, shape, route, True, store, timeout)
+        link = Link(engine.parameters(), shape, route, True, store, timeout)
     and then both, for every version:
         report = link.sync(version)
     """
@@ -78,7 +75,7 @@ class Link:
         terms: Mapping[tuple[str, str], Term] | None = None,
         own: dist.ProcessGroup | None = None,
     ) -> None:
-        """Join the group and plan the copies. Use from_trainer or of_replica.
+        """Join the group and plan the copies. Collective over the ranks of both programs. Raises LinkLost.
 
         tensors: those of this rank. receives: whether this program receives the weights. store: connected to
         the trainer's. timeout: see bridge.join. adapters: None if all weights are trained. terms: of the
@@ -141,20 +138,6 @@ class Link:
         terms = build.adapter_terms(weights, shape, config, mesh, merged=merged)
         adapters = served_adapters(config.model.lora, shape)
         return cls(weights, shape, route, False, store, timeout, adapters, terms, own)
-
-    @classmethod
-    def of_replica(
-        cls,
-        engine: Engine,
-        shape: ModelShape,
-        route: Route,
-        receives: bool,
-        store: dist.Store,
-        timeout: timedelta,
-        adapters: ServedAdapters | None = None,
-    ) -> Self:
-        """Connect a replica. Collective over the ranks of both programs. Raises LinkLost."""
-        return cls(engine.parameters(), shape, route, receives, store, timeout, adapters)
 
     def pack(self) -> Packed | None:
         """Copy what the next sync() of this link, or of one to a replica of as many ranks, sends.
@@ -221,9 +204,9 @@ class Link:
             raise
         return result
 
-    def _lost(self, found: Mapping[int, str]) -> LinkLost:
+    def _lost(self, failed: Mapping[int, str]) -> LinkLost:
         """Return the exception for ranks that failed with these texts. The first of them stands for all."""
-        rank, text = next(iter(found.items()))
+        rank, text = next(iter(failed.items()))
         return LinkLost(f"weights were not sent over {self.route.name}: rank {rank}: {text}")
 
     def _leave(self, why: str) -> None:
