@@ -25,21 +25,21 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from benchmark_measure import machine, percentiles
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config.file import validate
 from megatron_stppo.families.llama import Qwen3
-from megatron_stppo.ops import BucketCopy, extension
+from megatron_stppo.ops import BucketCopy
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_layout import check_layout, check_stages
 from megatron_stppo.weights.reshard.plan import RowCopy, lower_bound, plan_copies
 from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.spans import PADDING, row_widths, serving_layouts, training_layouts
+from tools.measuring import headline, machine, markdown, percentiles, synchronize
 
 RESHARD, PLAIN, LOCAL = "reshard", "plain", "local copies"
 
@@ -58,11 +58,6 @@ class Measured:
     @property
     def ratio(self) -> float:
         return 1.0 if self.moved == self.bound else self.moved / max(self.bound, 1)
-
-    def against(self, variant: str, *baselines: str) -> float | None:
-        """Return the variant's median / the sum of the baselines' medians; None if nothing crosses."""
-        below = sum(self.times[name][1] for name in baselines if name in self.times)
-        return self.times[variant][1] / below if below else None
 
 
 def model(given: argparse.Namespace) -> ModelShape:
@@ -175,12 +170,10 @@ def interleaved(
     for number in range(rounds + 1):
         for name, run in variants.items():
             dist.barrier()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize()
             begin = time.perf_counter()
             run()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize()
             slowest = torch.tensor(time.perf_counter() - begin, device=device)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if number:
@@ -188,27 +181,19 @@ def interleaved(
     return {name: percentiles(each) for name, each in seconds.items()}
 
 
-def show(found: Sequence[Measured], about: dict, console: Console) -> None:
-    console.print(
-        f"{about['name']}, {about['cores']} cores, {about['ranks']} ranks over {about['backend']}, "
-        f"{about['source']} -> {about['target']}, {about['date']}, load {about['load'][0]:g}. "
-        "Times in ms, median (p10-p90); x: of plain, of plain and local copies together",
-        highlight=False,
-    )
-    table = Table("pair", "moved MB", "/ bound", "kept MB", "buckets", PLAIN, LOCAL, RESHARD)
+def table(found: Sequence[Measured]) -> str:
+    """Return the table; a ratio is the reshard's median / that of the variants before it together."""
+    rows = []
     for row in found:
-        cells = []
+        cells, below = [], 0.0
         for variant in (PLAIN, LOCAL, RESHARD):
-            if variant not in row.times:
-                cells.append("-")
-                continue
-            low, middle, high = (1e3 * t for t in row.times[variant])
-            ratios = [row.against(variant, PLAIN), row.against(variant, PLAIN, LOCAL)]
-            marks = "" if variant in (PLAIN, LOCAL) else ", ".join(f"{x:.2f}x" for x in ratios if x)
-            cells.append(f"{middle:.0f} ({low:.0f}-{high:.0f}) {marks}".strip())
-        sizes = (f"{row.moved / 1e6:.0f}", f"{row.ratio:.3f}", f"{row.kept / 1e6:.0f}", str(row.buckets))
-        table.add_row(row.pair, *sizes, *cells)
-    console.print(table)
+            low, middle, high = (1e3 * t for t in row.times.get(variant, [0.0] * 3))
+            cells.append(f"{middle:.0f} ({low:.0f}-{high:.0f})" if variant in row.times else "-")
+            below += middle if variant != RESHARD else 0.0
+        sizes = (f"{row.moved / 1e6:.0f}", f"{row.ratio:.3f}", f"{row.kept / 1e6:.0f}", row.buckets)
+        rows.append((row.pair, *sizes, *cells, f"{middle / below:.2f}x"))
+    head = ("pair", "moved MB", "/ bound", "kept MB", "buckets", PLAIN, LOCAL, RESHARD, "/ both")
+    return markdown(head, rows)
 
 
 def axes(text: str) -> dict[str, int]:
@@ -249,9 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rank, ranks, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
         dist.destroy_process_group()
     if rank == 0:
-        about = machine(device.type, extension.parts()) | vars(given)
-        about |= {"ranks": ranks, "backend": backend}
-        show(found, about, Console() if sys.stdout.isatty() else Console(width=200))
+        about = machine(device.type) | vars(given) | {"ranks": ranks, "backend": backend}
+        print(f"{headline(about)}; {ranks} ranks over {backend}, {given.source} -> {given.target}")
+        print(f"Times in ms, median (p10-p90)\n\n{table(found)}")
         if given.output:
             rows = [asdict(row) | {"ratio": row.ratio} for row in found]
             record = {"about": about, "rows": rows}

@@ -38,9 +38,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
+from tools.benchmark_measure import machine
+
 from megatron_stppo.ops import extension
 from tools import benchmark_peers
-from tools.benchmark_measure import machine
 from tools.trees import report
 from tools.trees.counts import counts
 from tools.trees.rollouts import CASES

@@ -16,13 +16,11 @@ ROOT = Path(__file__).parents[2]
 # Every turn set, pass and valid fraction, on tensors that fit in a register file.
 TINY = """
 import sys, torch
-from benchmark_kernels import PASSES, TURN_SETS, Sizes, main
+from tools.benchmark_kernels import PASSES, TURN_SETS, Sizes, main
 vocab = [(8, 40, torch.float32), (8, 40, torch.bfloat16)]
 linear = [(16, 8, 40, torch.float32)]
 copies = [(1, 4, 8, 8), (3, 4, 5, 8)]
-chosen = Sizes(
-    300, list(TURN_SETS), (64, 128), vocab, PASSES, linear, (1.0, 0.5), copies, 0.0, cold=True
-)
+chosen = Sizes(300, list(TURN_SETS), vocab, PASSES, linear, (1.0, 0.5), copies, 0.0, cold=True)
 sys.exit(main(sys.argv[1:], chosen, scratch=1 << 20))
 """
 
@@ -31,10 +29,9 @@ pytestmark = pytest.mark.skipif("cpu" not in extension.parts(), reason="the exte
 
 def run(program: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the tool in a separate process: it loads megatron and sets threads and STPPO_OPS."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tools")])
     return subprocess.run(
         [sys.executable, *program],
-        env=os.environ | {"PYTHONPATH": path} | environment,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         capture_output=True,
         text=True,
         timeout=240,
@@ -48,7 +45,6 @@ def measured(tmp_path_factory):
     # the environment variable does not turn the variants named "fused" into the fallback
     done = run(["-c", TINY, *arguments], STPPO_OPS="torch")
     assert done.returncode == 0, done.stderr
-    assert (folder / "kernels.png").stat().st_size > 10_000
     return done.stdout, json.loads((folder / "kernels.json").read_text())
 
 
@@ -76,7 +72,7 @@ def test_limits_are_ratios_of_medians_with_a_verdict(measured) -> None:
     text, record = measured
     for limit in record["limits"]:
         assert f"{limit['measured']:.3g}x" in text
-        assert limit["reached"] == (limit["measured"] >= limit["at least"])
+        assert limit["reached"] == (limit["measured"] >= limit["bound"])
     # the surrogate in three forms on 8 turn sets, 2 dtypes
     assert len(record["limits"]) == 3 * 8 + 2
 
@@ -88,8 +84,6 @@ def test_the_machine_is_recorded(measured) -> None:
 
 
 def test_a_device_without_the_extension_is_refused() -> None:
-    program = (
-        "import sys, benchmark_kernels as b; b.extension._csrc = None; sys.exit(b.main(['--device', 'cpu']))"
-    )
-    done = run(["-c", program])
+    program = "import sys, tools.benchmark_kernels as b; b.extension._csrc = None; sys.exit(b.main())"
+    done = run(["-c", program], CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 2 and "not built for this cpu" in done.stderr

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import importlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from benchmark_measure import Bench, Row, Variant, implementation
-from benchmark_opponents import (
-    gather_logprob,
-    gather_logprob_entropy,
-    gather_logprob_float32,
-    linear_opponents,
-    vocab_opponents,
-)
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo import ops
+from tools.kernels.measure import Bench, Row, Variant, implementation
 
 REFERENCE_ROWS = 64  # rows of logits; a float64 reference of all rows would take longer than the benchmark
 IGNORED = -100
-CHUNK = 4096  # rows of logits, the default of ops.chunk_bounds
-FLOAT32_LOGITS = "linear_loss, logits in float32"
-INTO_MAIN = (
-    "linear_loss into main_grad"  # what training calls: the weight's gradient needs no memory of its own
-)
-# these sum the gradient of the weight in float32, whatever its type
-FLOAT32_SUMS = ("linear_loss", FLOAT32_LOGITS)
+# what training calls: the weight's gradient needs no memory of its own
+INTO_MAIN = "linear_loss into main_grad"
 
 
 class Produced(torch.autograd.Function):
@@ -60,7 +51,6 @@ def vocab_rows(
     `cases` are (rows, columns, dtype) of the logits. `missing` is the reason why torch.compile is not
     measured. The backward pass overwrites the logits if it can, so they are restored before every call.
     """
-    opponents = vocab_opponents(bench.device)
     leaf = torch.ones((), device=bench.device, requires_grad=True)
     for rows, columns, dtype in cases:
         logits = (3 * torch.randn(rows, columns, device=bench.device)).to(dtype)
@@ -84,10 +74,11 @@ def vocab_rows(
             functions["in float32"] = gather_logprob_float32
         functions["in float32, with entropy"] = gather_logprob_entropy
         functions["torch.compile"] = missing or torch.compile(gather_logprob_float32, dynamic=False)
+        functions["megatron-core"] = megatron_logprob(bench.device)
         for name in passes:
             variants = [
                 vocab_variant(label, function, name, fresh, target, cotangent, reference)
-                for label, function in (functions | opponents).items()
+                for label, function in functions.items()
             ]
             moved = size * {"forward": 1, "backward": 2, "forward + backward": 3}[name]
             yield bench.rows(section, name, rows, moved, variants, cold)
@@ -156,7 +147,6 @@ def linear_rows(
         )
         kind = str(dtype).removeprefix("torch.") + alone(bench, columns)
         section = f"linear_loss [{rows:,}, {width:,}] x {columns:,} {kind}"
-        chunk = min(rows, CHUNK) * columns * hidden.element_size()
         for part in valid:
             dead = torch.rand(rows, device=bench.device) >= part
             target = torch.randint(0, columns, (rows,), device=bench.device)
@@ -186,14 +176,8 @@ def linear_rows(
                     )
                     return torch.autograd.grad(total, given[:wanted])
 
-            def unfused(
-                _: None,
-                function: Any = lambda x, w, y: gather_logprob_float32(x @ w.t(), y),
-                target: Tensor = target,
-                g: Tensor = cotangent,
-                given: Any = given,
-            ) -> Any:
-                return torch.autograd.grad(function(*given, target), given, g)
+            def unfused(_: None, target: Tensor = target, g: Tensor = cotangent, given: Any = given) -> Any:
+                return torch.autograd.grad(gather_logprob_float32(given[0] @ given[1].t(), target), given, g)
 
             into_main = functools.partial(loss, given=(hidden, main), wanted=1)
             variants = [
@@ -204,30 +188,14 @@ def linear_rows(
             ]
             if dtype == torch.bfloat16:  # what training calls with model.head_dtype=auto on a GPU
                 run = functools.partial(loss, float32_logits=True)
-                variants.append(Variant(FLOAT32_LOGITS, run, reference=reference, ours=True))
-            for name, function in linear_opponents(bench.device).items():
-                if isinstance(function, str):
-                    variants.append(Variant(name, missing=function))
-                else:
-                    run = functools.partial(unfused, function=function)
-                    variants.append(Variant(name, run, reference=reference))
+                variants.append(
+                    Variant("linear_loss, logits in float32", run, reference=reference, ours=True)
+                )
             moved = hidden.element_size() * (3 * rows * width + 3 * columns * width)
             found = bench.rows(section, f"valid {part:g}", rows, moved, variants, cold)
-            yield [with_gemm_times(row, found[0], bench.device, hidden, weight, chunk) for row in found]
-
-
-def with_gemm_times(row: Row, gemm: Row, device: str, hidden: Tensor, weight: Tensor, chunk: int) -> Row:
-    """Add the hidden size, time / the GEMM's time, and memory beyond the gradients in chunks of logits."""
-    seconds, unit = row.seconds(device), gemm.seconds(device)
-    extra = {"hidden_size": float(hidden.shape[1])}
-    if seconds is not None and unit is not None:
-        extra["gemm_times"] = seconds / unit
-    if row.peak_bytes is not None:
-        per_weight = 4 if row.variant in FLOAT32_SUMS else weight.element_size() * (row.variant != INTO_MAIN)
-        gradients = hidden.element_size() * hidden.numel() + per_weight * weight.numel()
-        wider = 4 / hidden.element_size() if row.variant == FLOAT32_LOGITS else 1
-        extra["chunks"] = (row.peak_bytes - gradients) / (chunk * wider)
-    return dataclasses.replace(row, extra=extra)
+            unit = found[0].seconds(bench.device) or 1.0
+            times = [(row.seconds(bench.device) or 0.0) / unit for row in found]
+            yield [replace(row, hidden=width, gemm_times=n) for row, n in zip(found, times, strict=True)]
 
 
 def exact_linear(hidden: Tensor, weight: Tensor, target: Tensor, cotangent: Tensor) -> list[Tensor | None]:
@@ -235,3 +203,40 @@ def exact_linear(hidden: Tensor, weight: Tensor, target: Tensor, cotangent: Tens
     x = hidden[:REFERENCE_ROWS].detach().double().requires_grad_()
     logprob = gather_logprob(x @ weight.detach().double().t(), target[: len(x)])
     return [torch.autograd.grad(logprob, x, cotangent[: len(x)].double())[0], None]
+
+
+def gather_logprob(logits: Tensor, target_T: Tensor) -> Tensor:
+    """Return log-probs by log_softmax in the logits' dtype, then gather."""
+    return logits.log_softmax(-1).gather(1, target_T[:, None]).squeeze(1)
+
+
+def gather_logprob_float32(logits: Tensor, target_T: Tensor) -> Tensor:
+    """Return log-probs by log_softmax in float32, as trainers do for bfloat16 logits."""
+    return gather_logprob(logits.float(), target_T)
+
+
+def gather_logprob_entropy(logits: Tensor, target_T: Tensor) -> Tensor:
+    """Return log-probs, and compute the entropy only for its cost, because our op returns it too."""
+    log_p = logits.float().log_softmax(-1)
+    with torch.no_grad():
+        (log_p.exp() * log_p).sum(-1)
+    return log_p.gather(1, target_T[:, None]).squeeze(1)
+
+
+@functools.cache
+def megatron_logprob(device: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return megatron-core's vocab-parallel cross entropy over a process group of size 1."""
+    with warnings.catch_warnings(action="ignore"):  # about Apex and TransformerEngine
+        from megatron.core import parallel_state
+
+    module = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel()
+
+    def logprob(logits: Tensor, target_T: Tensor) -> Tensor:
+        return -module.vocab_parallel_cross_entropy(logits[:, None], target_T[:, None]).squeeze(1)
+
+    return logprob

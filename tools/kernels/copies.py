@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from benchmark_measure import Bench, Row, Variant, implementation
 from torch import Tensor
 
 from megatron_stppo import ops
+from tools.kernels.measure import Bench, Row, Variant, implementation
 
 # (slices, rows of each, columns of each, columns of the weight that they are cut from)
 Copies = tuple[int, int, int, int]

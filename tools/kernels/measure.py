@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tools.measuring import percentiles, synchronize
 
 MOST_ROUNDS = 300
 BUSY_CYCLES = 4_000_000  # about 2 ms on a GPU, longer than the host needs to enqueue a few hundred kernels
@@ -57,10 +57,9 @@ class Row:
     error_abs: float | None = None  # the largest over outputs and gradients
     error_rel: float | None = None  # relative to the largest absolute value of the tensor
     peak_bytes: int | None = None  # GPU: allocated in addition to the inputs, with workspaces and outputs
-    launches: int | None = None  # GPU: kernels per call
-    syncs: int | None = None  # GPU: number of times the host waits
     missing: str = ""
-    extra: dict[str, float] = field(default_factory=dict)
+    hidden: int = 0  # of linear_loss: columns of X
+    gemm_times: float | None = None  # of linear_loss: time / that of one product X W'
 
     def seconds(self, device: str, at: int = 1) -> float | None:
         """Return the time that is used for ratios: warm on a CPU, cold (time on the device) on a GPU.
@@ -94,30 +93,26 @@ class Bench:
         self, section: str, size: str, tokens: int, moved: int, variants: Sequence[Variant], cold: bool = True
     ) -> list[Row]:
         """Return the rows of all variants. They are called in turn, so that disturbances affect all."""
-        reasons, first = {}, {}
+        reasons, first = {}, dict[str, dict[str, Any]]()
         for variant in variants:
+            reasons[variant.name] = variant.missing
             try:
                 first[variant.name] = {} if variant.missing else self._first(variant)
-                reasons[variant.name] = variant.missing
             except Exception as error:  # an opponent that does not run here is left out, with the reason
                 if variant.ours:
                     raise
-                reasons[variant.name] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
+                reasons[variant.name] = reason_of(error)
         able = [variant for variant in variants if not reasons[variant.name]]
         warm = self._interleaved(able, self.budget, cold=False)
         often = cold or self.device == "cuda"
         flushed = self._interleaved(able, self.budget / 2, cold=True) if often else {}
-        common = {"section": section, "size": size, "tokens": tokens, "bytes": moved}
         return [
             Row(
-                **common,
-                variant=variant.name,
-                warm=warm.get(variant.name),
-                cold=flushed.get(variant.name),
-                missing=reasons[variant.name],
-                **first.get(variant.name, {}),
+                *(section, size, name, tokens, moved, warm.get(name), flushed.get(name)),
+                missing=reason,
+                **first.get(name, {}),
             )
-            for variant in variants
+            for name, reason in reasons.items()
         ]
 
     def _first(self, variant: Variant) -> dict[str, Any]:
@@ -125,19 +120,17 @@ class Bench:
         gpu = self.device == "cuda"
         if gpu:
             self._once(variant, cold=False)  # memory that the first call allocates permanently is not counted
-        state = variant.prepare()
+        state, out = variant.prepare(), dict[str, Any]()
+        synchronize()
         if gpu:
-            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         result = variant.run(state)
-        out: dict[str, Any] = {}
+        synchronize()
         if gpu:
-            torch.cuda.synchronize()
             out["peak_bytes"] = torch.cuda.max_memory_allocated() - before
         out["error_abs"], out["error_rel"] = errors(result, variant.reference)
-        del result, state
-        return out | (launches(variant) if gpu else {})
+        return out
 
     def _interleaved(self, variants: Sequence[Variant], budget: float, cold: bool) -> dict[str, list[float]]:
         """Return the times of each variant.
@@ -163,10 +156,10 @@ class Bench:
             self._target.zero_()
         if self.device == "cuda" and cold:
             return self._device_seconds(variant, state)
-        self._wait()
+        synchronize()
         start = time.perf_counter()
         variant.run(state)
-        self._wait()
+        synchronize()
         return time.perf_counter() - start
 
     def _device_seconds(self, variant: Variant, state: Any) -> float:
@@ -178,15 +171,10 @@ class Bench:
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
-    def _wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
 
-
-def percentiles(values: Sequence[float]) -> list[float]:
-    """Return [p10, median, p90]. Example: 1..11 give [2, 6, 10]."""
-    ordered = sorted(values)
-    return [ordered[round((len(ordered) - 1) * part)] for part in (0.1, 0.5, 0.9)]
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error, for the table."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:120]}"
 
 
 def errors(result: Sequence[Tensor], reference: Sequence[Tensor | None]) -> tuple[float | None, float | None]:
@@ -201,21 +189,6 @@ def errors(result: Sequence[Tensor], reference: Sequence[Tensor | None]) -> tupl
     return max(differences), max(d / s for d, s in zip(differences, sizes, strict=True))
 
 
-def launches(variant: Variant) -> dict[str, int]:
-    """Return the number of kernels that one call enqueues, and how often the host waits for the device."""
-    state = variant.prepare()
-    torch.cuda.synchronize()
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profile:
-        variant.run(state)
-    names = [event.name for event in profile.events()]
-    waits = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-    return {
-        "launches": sum("LaunchKernel" in name for name in names),
-        "syncs": sum(name in waits for name in names),
-    }
-
-
 @contextlib.contextmanager
 def implementation(mode: str) -> Iterator[None]:
     """Set STPPO_OPS in a block.
@@ -228,35 +201,6 @@ def implementation(mode: str) -> Iterator[None]:
         yield
     finally:
         os.environ.pop("STPPO_OPS") if before is None else os.environ.update(STPPO_OPS=before)
-
-
-def machine(device: str, parts: dict[str, str]) -> dict[str, Any]:
-    """Return the description of the machine that is stored with the numbers."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(map(str.strip, line.split(":", 1)) for line in text.splitlines() if ":" in line)
-    flags = set(fields.get("flags", "").split())
-    name = torch.cuda.get_device_name() if device == "cuda" else fields.get("model name", platform.machine())
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-    return {
-        "device": device,
-        "name": name,
-        "cpu_flags": [flag for flag in wanted if flag in flags],
-        "threads": torch.get_num_threads(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "vectors": {"torch": torch.backends.cpu.get_cpu_capability(), "extension": clone(flags)},
-        "extension": parts,
-        "load": [round(x, 1) for x in os.getloadavg()],  # above the threads: other processes were running
-        "date": date.today().isoformat(),
-    }
-
-
-def clone(flags: set[str]) -> str:
-    """Return the clone of csrc/simd.h that an x86-64 processor uses, from its flags in /proc/cpuinfo."""
-    if {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"} <= flags:
-        return "x86-64-v4, 256-bit vectors"
-    return "x86-64-v3" if {"avx2", "fma", "bmi2"} <= flags else "baseline"
 
 
 def scratch_bytes(device: str) -> int:
