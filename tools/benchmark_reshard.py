@@ -89,7 +89,7 @@ def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: tor
     )
     sides = (source, target, train, engine, widths)
     resharder = Resharder(*sides, bucket_bytes=given.bucket_bytes)
-    variants: dict[str, Callable[[], object]] = {RESHARD: lambda: resharder.sync(1)}
+    variants: dict[str, Callable[[], object]] = {}
     copies = list(plan_copies(train, engine, widths))
     sizes = traffic(copies, widths)
     to, come = sizes[rank], [row[rank] for row in sizes]
@@ -99,6 +99,7 @@ def measure(pair: str, shape: ModelShape, given: argparse.Namespace, device: tor
         as_bytes = receive.view(torch.uint8), send.view(torch.uint8)
         variants[PLAIN] = lambda: dist.all_to_all_single(*as_bytes, *splits)
     variants[LOCAL] = local(copies, rank, source, target, send, receive)
+    variants[RESHARD] = lambda: resharder.sync(1)
     report = resharder.sync(1)
     return Measured(
         pair,
@@ -182,17 +183,17 @@ def interleaved(
 
 
 def table(found: Sequence[Measured]) -> str:
-    """Return the table; a ratio is the reshard's median / that of the variants before it together."""
     rows = []
     for row in found:
-        cells, below = [], 0.0
-        for variant in (PLAIN, LOCAL, RESHARD):
-            low, middle, high = (1e3 * t for t in row.times.get(variant, [0.0] * 3))
-            cells.append(f"{middle:.0f} ({low:.0f}-{high:.0f})" if variant in row.times else "-")
-            below += middle if variant != RESHARD else 0.0
+        middle = {variant: times[1] for variant, times in row.times.items()}
+        cells = ["-"] if PLAIN not in row.times else []
+        for low, median, high in row.times.values():
+            cells.append(f"{1e3 * median:.0f} ({1e3 * low:.0f}-{1e3 * high:.0f})")
+        ratio = f"{middle[RESHARD] / middle[PLAIN]:.2f}x" if PLAIN in middle else "-"
+        both = f"{middle[RESHARD] / (middle[LOCAL] + middle.get(PLAIN, 0.0)):.2f}x"
         sizes = (f"{row.moved / 1e6:.0f}", f"{row.ratio:.3f}", f"{row.kept / 1e6:.0f}", row.buckets)
-        rows.append((row.pair, *sizes, *cells, f"{middle / below:.2f}x"))
-    head = ("pair", "moved MB", "/ bound", "kept MB", "buckets", PLAIN, LOCAL, RESHARD, "/ both")
+        rows.append((row.pair, *sizes, *cells, ratio, both))
+    head = ("pair", "moved MB", "/ bound", "kept MB", "buckets", PLAIN, LOCAL, RESHARD, "/ plain", "/ both")
     return markdown(head, rows)
 
 

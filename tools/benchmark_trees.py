@@ -2,7 +2,7 @@
 
     python tools/benchmark_trees.py [--cases search,instructed,bfcl,compacting] [--model tiny|slice|FOLDER]
         [--from RUN_DIR --iteration N] [--tasks N] [--budgets 2048,4096,16384] [--timed 16384] [--rounds 3]
-        [--preset st_ppo] [--trl 8,16] [--steps 1] [--profile] [--threads N] [--device cpu|cuda]
+        [--preset st_ppo] [--trl 8,16] [--steps 1] [--threads N] [--device cpu|cuda]
         [--output runs/trees] [--table] [--results FILE]
 
 The cases are described in tools/trees/rollouts.py; --tasks is the number of tasks of bfcl (default: 4) and
@@ -12,8 +12,7 @@ models (tools/trees/worker.py); `slice` needs a GPU. FOLDER is a Hugging Face fo
 The tokens are counted for each of --budgets, numbers of tokens_per_microbatch. The rest is measured with
 --timed of them: first, log-probs with and without sharing are compared, and the first ratios must be 1. Then
 every round scores and updates without and with update.share_prefixes, in one process. On a CPU, the peak
-memory of each is that of a process of its own. --rounds 0 only counts, and --profile lists the operations of
-a step instead.
+memory of each is that of a process of its own. --rounds 0 only counts.
 
 --trl adds TRL's GRPO on the same episodes, with so many trajectories per forward pass, in the environment of
 tools/benchmark_peers.py. Ours is then grpo, which has no critic either; generation is left out of both.
@@ -30,7 +29,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,16 +36,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
-from tools.benchmark_measure import machine
-
-from megatron_stppo.ops import extension
-from tools import benchmark_peers
+from tools import processes
+from tools.measuring import machine
+from tools.peers.cases import Start
+from tools.peers.run import trained_by_trl
+from tools.processes import ROOT
 from tools.trees import report
-from tools.trees.counts import counts
 from tools.trees.rollouts import CASES
 from tools.trees.worker import ARMS, SIZES, played_of
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,9 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = output / "trees.json"
     try:
         if not given.table:
-            record = {"machine": machine(given.device, extension.parts()), "model": given.model}
-            settings = ("preset", "timed", "steps", "threads")
-            record |= {name: getattr(given, name) for name in settings} | {"cases": {}}
+            record = {"machine": machine(given.device) | {"threads": given.threads}, "model": given.model}
+            record |= {name: getattr(given, name) for name in ("preset", "timed", "steps")} | {"cases": {}}
             for case in given.cases:
                 record["cases"][case] = Case(given, case, output).measured()
                 file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -88,7 +83,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--preset", default="st_ppo", help="algorithm.preset, without --trl")
     parser.add_argument("--trl", type=numbers, default=[], help="trajectories per forward pass of TRL")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps of an update")
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path, default=ROOT / "runs/trees")
@@ -119,6 +113,7 @@ class Case:
             "run": None if run is None else str(run.resolve()),
             "iteration": given.iteration,
             "model": str(output / model if model in SIZES else Path(model).resolve()),
+            "size": model if model in SIZES else "",
             "budget": given.timed,
             "preset": "grpo" if given.trl else given.preset,
             "steps": given.steps,
@@ -128,11 +123,7 @@ class Case:
         self._played = played_of(self._spec)
 
     def measured(self) -> dict[str, Any]:
-        given, found = self._given, {"counts": counts(self._played, self._given.budgets)}
-        if given.model in SIZES and given.rounds and not Path(self._spec["model"]).exists():
-            self._work("write", size=given.model)
-        if given.profile:
-            return found | {"profile": self._work("profile")}
+        given, found = self._given, {"counts": report.counts(self._played, self._given.budgets)}
         if given.trl:
             return found | self._beside_trl()
         if given.rounds:
@@ -142,14 +133,15 @@ class Case:
 
     def _beside_trl(self) -> dict[str, Any]:
         """Return {"off": .., "on": .., "TRL/8": .., "peak": ..}, where TRL takes 8 trajectories at a time."""
-        python, found = benchmark_peers.install(), dict[str, Any]()
+        found = dict[str, Any]()
         for _ in range(self._given.rounds):
             of_round = self._work("times", rounds=1)
             found["check"] = of_round.pop("check")
             for amount in self._given.trl:
-                script = [str(python), str(ROOT / "tools/trees/trl_side.py")]
-                trl = self._process(script, self._for_trl(amount))
-                of_round[f"TRL/{amount}"] = [{"update": x.pop("seconds")} | x for x in trl["iterations"][1:]]
+                self._say(f"TRL/{amount}")
+                start = Start(1, self._given.threads, amount)
+                trl = trained_by_trl(self._for_trl(amount), self._output, start)
+                of_round[f"TRL/{amount}"] = [{"update": x.pop("seconds")} | x for x in trl["iterations"]]
                 peaks = found.setdefault("peak", {})
                 peaks[f"TRL/{amount}"] = max(trl["peak"], peaks.get(f"TRL/{amount}", 0))
             for name, rows in of_round.items():
@@ -162,50 +154,43 @@ class Case:
 
     def _for_trl(self, amount: int) -> dict[str, Any]:
         episodes = []
-        for one in self._played:
+        for played in self._played:
             ids, mask = list[int](), list[int]()
-            for turn in one.turns:
+            for turn in played.turns:
                 ids += turn.token_ids + turn.observation_ids
                 mask += [1] * len(turn.token_ids) + [0] * len(turn.observation_ids)
-            episodes.append([one.prompt_ids, ids, mask])
-        of_group = sum(one.group == self._played[0].group for one in self._played)
+            episodes.append([played.prompt_ids, ids, mask])
+        samples = sum(played.group == self._played[0].group for played in self._played)
         return {
             "model": self._spec["model"],
+            "lora": 0,
             "threads": self._given.threads,
             "amount": amount,
+            "turns": 1,
+            "turn_tokens": 1,
+            "tasks": len(episodes) // samples,
+            "samples": samples,
+            "trajectories": len(episodes),
             "steps": self._given.steps,
-            "samples": of_group,
             "iterations": 2,
             "episodes": episodes,
-            "rewards": [one.reward for one in self._played],
+            "rewards": [played.reward for played in self._played],
         }
 
     def _work(self, work: str, **more: Any) -> dict[str, Any]:
-        line = [sys.executable, "-m", "tools.trees.worker"]
-        return self._process(line, self._spec | {"work": work} | more)
-
-    def _process(self, line: Sequence[str], specification: dict[str, Any]) -> dict[str, Any]:
-        """Run a process and return its results. Raises RuntimeError with the end of its output."""
-        print(f"{self._case}: {specification.get('work', 'TRL')}", file=sys.stderr, flush=True)
+        """Return the results of a worker. Raises RuntimeError with the end of its output."""
+        self._say(work)
         spec, result = self._output / "specification.json", self._output / "result.json"
-        spec.write_text(json.dumps(specification), encoding="utf-8")
-        result.unlink(missing_ok=True)
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self._given.threads), "PYTHONPATH": paths}
+        spec.write_text(json.dumps(self._spec | {"work": work} | more), encoding="utf-8")
+        environment = {"OMP_NUM_THREADS": str(self._given.threads)}
         if self._given.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        done = subprocess.run(
-            [*line, str(spec), str(result)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-        )
-        if done.returncode or not result.exists():
-            last = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-            raise RuntimeError(f"{self._case}: exit status {done.returncode}; its last lines:\n{last}")
+        line = [sys.executable, "-m", "tools.trees.worker", spec, result]
+        processes.run(line, environment, log=self._output / "worker.log")
         return json.loads(result.read_text(encoding="utf-8"))
+
+    def _say(self, work: str) -> None:
+        print(f"{self._case}: {work}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

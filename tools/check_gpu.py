@@ -1,4 +1,4 @@
-"""Build, check and measure everything in the first 42 minutes with a GPU, part by part.
+"""Build, check and measure everything in the first 38 minutes with a GPU, part by part.
 
     python tools/check_gpu.py [PART ...] [--device cuda|cpu] [--output FOLDER] [--limits 1.0]
 
@@ -6,8 +6,7 @@ The parts, with their limits in minutes:
     kernels    5  versions, ceilings of this machine, the extension, tests/ops, repeats, the quick benchmark
     training   7  attention, a step and its gradients against float32 on the CPU, first ratios, a cold start,
                   a checkpoint that is saved and loaded, adapters on one trunk
-    slice      6  layers of a 32B at the sizes of one rank: time, memory against plan, host waits; a reshard
-    counters   4  Nsight Compute on the kernels
+    slice      6  layers of a 32B at the sizes of one rank: time, memory against plan; a reshard
     sanitizers 3  compute-sanitizer: memcheck and racecheck
     serving    5  vLLM: build, sleep, wake, weights in place, log-probs of engine and trainer
     real       7  SmolLM2-135M-Instruct learns word problems: import, cold start, 60 iterations of ST-PPO,
@@ -33,8 +32,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,9 +41,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-ROOT = Path(__file__).resolve().parents[1]
-TESTS = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-DISTRIBUTED = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
+
+from tools import processes
+from tools.processes import ROOT
+
+PYTHON = sys.executable
 # tests/ops on this device; a test that compares a GPU with a CPU names both
 CHOSEN = {"cuda": "not cpu or gpu", "cpu": "extension"}
 Outcome = Literal["ok", "FAILED", "skipped"]
@@ -77,18 +77,15 @@ class Done:
 
 def inside(module: str, name: str) -> list[str]:
     """Return the command of a check in tools/gpu_checks."""
-    return [sys.executable, "-m", f"gpu_checks.{module}", name, "{result}"]
+    return [PYTHON, "-m", "tools.gpu_checks", module, name, "{result}"]
 
 
-def a_gpu(device: str) -> str:
-    return "" if device == "cuda" else "needs a GPU"
-
-
-def tool(name: str) -> Needs:
-    """Return a condition: a GPU, and a program of the CUDA toolkit on PATH or under CUDA_HOME."""
-    return lambda device: (
-        a_gpu(device) or ("" if found(name) else f"{name} is not on PATH nor under CUDA_HOME")
-    )
+def sanitizer(device: str) -> str:
+    """Return why compute-sanitizer cannot run, or an empty string."""
+    if device != "cuda":
+        return "needs a GPU"
+    name = "compute-sanitizer"
+    return "" if found(name) else f"{name} is not on PATH nor under CUDA_HOME"
 
 
 def found(name: str) -> str | None:
@@ -130,113 +127,70 @@ def engine(device: str) -> str:
 def parts(device: str, output: Path, work: Path) -> dict[str, list[Step]]:
     """Return the steps of every part."""
     megatron = modules("megatron.core", "pydantic")
-    own = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    own = [PYTHON, "setup.py", "build_ext", "--inplace"]
     own += ["--build-temp", str(work / "objects"), "--build-lib", str(work / "library")]
-    benchmark = [sys.executable, "tools/benchmark_kernels.py", "--quick"]
-    kernels = [
-        Step("versions and clocks", inside("machine", "versions"), 25),
-        Step("ceilings", inside("machine", "ceilings"), 25),
-        Step("build the extension", own, 60, needs=not_built),
-        Step(
-            "tests/ops",
-            [*TESTS, "tests/ops", "-k", CHOSEN[device]],
-            60,
-            needs=modules("pytest", "hypothesis"),
-        ),
-        Step("repeats, bitwise", inside("kernels", "repeats"), 30),
-        Step(
-            "quick benchmark",
-            [*benchmark, "--device", device, "--output", str(output / "benchmark")],
-            100,
-            needs=modules("rich", "matplotlib"),
-        ),
-    ]
+    tests = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "tests/ops", "-k", CHOSEN[device]]
+    quick = [PYTHON, "tools/benchmark_kernels.py", "--quick", "--device", device]
+    quick += ["--output", str(output / "benchmark")]
     on_cpu = {"CUDA_VISIBLE_DEVICES": ""}
-    training = [
-        Step("attention against its definition", inside("training", "attention"), 30, needs=megatron),
-        Step("a step in float32 on the CPU", inside("training", "reference"), 60, on_cpu, megatron),
-        Step("the same step in bfloat16", inside("training", "step"), 55, needs=megatron),
-        Step("first ratios", inside("training", "first_ratio"), 50, needs=megatron),
-        Step(
-            "experts in one product",
-            inside("training", "grouped"),
-            30,
-            needs=modules("megatron.core", "pytest"),
-        ),
-        Step("ratios of replayed experts", inside("training", "experts_replayed"), 30, needs=megatron),
-        Step("ratios of experts chosen again", inside("training", "experts_again"), 30, needs=megatron),
-        Step("cold start", inside("training", "cold_start"), 40, needs=megatron),
-        Step("a checkpoint, loaded again", inside("resume", "resident"), 30, needs=megatron),
-        Step("the same with offloading", inside("resume", "offloaded"), 35, needs=megatron),
-        Step("adapters on one trunk", inside("resume", "one_trunk"), 30, needs=megatron),
-    ]
-    reshard = ["tools/benchmark_reshard.py", "--pairs", "tensor=1:1", "--rounds", "5"]
-    sliced = [
-        Step("layers of a 32B", inside("layer_slice", "layer_slice"), 120, needs=megatron),
-        Step("its memory against plan", inside("layer_slice", "against_plan"), 40, needs=megatron),
-        Step("layers of a 30B with experts", inside("layer_slice", "expert_slice"), 120, needs=megatron),
-        Step("reshard into stand-in weights", [*DISTRIBUTED, *reshard], 80, needs=megatron),
-    ]
-    counters = [Step("Nsight Compute", inside("counters", "counters"), 240, needs=tool("ncu"))]
+    reshard = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    reshard += ["tools/benchmark_reshard.py", "--pairs", "tensor=1:1", "--rounds", "5"]
     # torch's cache would hide reads beyond a tensor's end
-    plain = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    sanitizer = found("compute-sanitizer") or "compute-sanitizer"
-    sanitizers = [
-        Step(
-            name,
-            [
-                sanitizer,
-                "--tool",
-                name,
-                "--error-exitcode",
-                "9",
-                "--kernel-regex",
-                "kns=stppo",
-                *inside("kernels", "calls"),
-            ],
-            75,
-            plain,
-            tool("compute-sanitizer"),
-        )
-        for name in ("memcheck", "racecheck")
-    ]
-    sanitizers.append(Step("one call of every op", inside("kernels", "calls"), 30))
-    serving = [Step("two iterations with vLLM", inside("serving", "serving"), 290, needs=engine)]
-    real = [
-        Step("import, problems, cold start", inside("real", "prepared"), 90, needs=megatron),
-        Step("log-probs of transformers", inside("real", "reference"), 30, needs=megatron),
-        Step("log-probs of the trainer", inside("real", "agreement"), 30, needs=megatron),
-        Step("ST-PPO, stopped and resumed", inside("real", "trained"), 270, needs=engine),
-    ]
-    trees = [sys.executable, "tools/benchmark_trees.py", "--results", "{result}", "--device", device]
+    plain, calls = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, inside("kernels", "calls")
+    program = [found("compute-sanitizer") or "compute-sanitizer", "--error-exitcode", "9"]
+    program += ["--kernel-regex", "kns=stppo", "--tool"]
+    trees = [PYTHON, "tools/benchmark_trees.py", "--results", "{result}", "--device", device]
     trees += ["--model", "slice"] if device == "cuda" else ["--cases", "instructed", "--rounds", "1"]
     trees += ["--output", str(output / "trees")]
-    shared = [Step("common prefixes once", trees, 180, needs=megatron)]
-    delta = [Step("gated delta nets", inside("delta_nets", "kernels"), 120, needs=megatron)]
     return {
-        "kernels": kernels,
-        "training": training,
-        "slice": sliced,
-        "counters": counters,
-        "sanitizers": sanitizers,
-        "serving": serving,
-        "real": real,
-        "trees": shared,
-        "delta": delta,
+        "kernels": [
+            Step("versions", [PYTHON, "-m", "megatron_stppo", "doctor"], 25, needs=megatron),
+            Step("ceilings", inside("machine", "ceilings"), 25),
+            Step("build the extension", own, 60, needs=not_built),
+            Step("tests/ops", tests, 60, needs=modules("pytest", "hypothesis")),
+            Step("repeats, bitwise", inside("kernels", "repeats"), 30),
+            Step("quick benchmark", quick, 100),
+        ],
+        "training": [
+            Step("attention against its definition", inside("training", "attention"), 30, needs=megatron),
+            Step("a step in float32 on the CPU", inside("training", "reference"), 60, on_cpu, megatron),
+            Step("the same step in bfloat16", inside("training", "step"), 55, needs=megatron),
+            Step("first ratios", inside("training", "first_ratio"), 50, needs=megatron),
+            Step(
+                "experts in one product",
+                inside("training", "grouped"),
+                30,
+                needs=modules("megatron.core", "pytest"),
+            ),
+            Step("ratios of replayed experts", inside("training", "experts_replayed"), 30, needs=megatron),
+            Step("ratios of experts chosen again", inside("training", "experts_again"), 30, needs=megatron),
+            Step("cold start", inside("training", "cold_start"), 40, needs=megatron),
+            Step("a checkpoint, loaded again", inside("resume", "resident"), 30, needs=megatron),
+            Step("the same with offloading", inside("resume", "offloaded"), 35, needs=megatron),
+            Step("adapters on one trunk", inside("resume", "one_trunk"), 30, needs=megatron),
+        ],
+        "slice": [
+            Step("layers of a 32B", inside("layer_slice", "layer_slice"), 120, needs=megatron),
+            Step("its memory against plan", inside("layer_slice", "against_plan"), 40, needs=megatron),
+            Step("layers of a 30B with experts", inside("layer_slice", "expert_slice"), 120, needs=megatron),
+            Step("reshard into stand-in weights", reshard, 80, needs=megatron),
+        ],
+        "sanitizers": [
+            *(Step(of, [*program, of, *calls], 75, plain, sanitizer) for of in ("memcheck", "racecheck")),
+            Step("one call of every op", calls, 30),
+        ],
+        "serving": [Step("two iterations with vLLM", inside("runs", "serving"), 290, needs=engine)],
+        "real": [
+            Step("import, problems, cold start", inside("runs", "prepared"), 90, needs=megatron),
+            Step("log-probs of the trainer", inside("runs", "agreement"), 60, needs=megatron),
+            Step("ST-PPO, stopped and resumed", inside("runs", "trained"), 270, needs=engine),
+        ],
+        "trees": [Step("common prefixes once", trees, 180, needs=megatron)],
+        "delta": [Step("gated delta nets", inside("delta_nets", "kernels"), 120, needs=megatron)],
     }
 
 
-MINUTES = {
-    "kernels": 5,
-    "training": 7,
-    "slice": 6,
-    "counters": 4,
-    "sanitizers": 3,
-    "serving": 5,
-    "real": 7,
-    "trees": 3,
-    "delta": 2,
-}
+MINUTES = dict(kernels=5, training=7, slice=6, sanitizers=3, serving=5, real=7, trees=3, delta=2)
 
 
 class Part:
@@ -269,35 +223,20 @@ class Part:
         result = self._work / "result.json"
         result.unlink(missing_ok=True)
         line = [str(result) if word == "{result}" else word for word in step.line]
-        paths = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
             "PYTHONUNBUFFERED": "1",
             "GPU_CHECKS_WORK": str(self._work),
             **({"CUDA_VISIBLE_DEVICES": ""} if self._device == "cpu" else {}),
             **step.environment,
         }
-        with self._log.open("ab") as log:
-            log.write(f"\n===== {step.name}: {' '.join(line)}\n".encode())
-            log.flush()
-            place = log.tell()
-            try:
-                running = subprocess.Popen(
-                    line, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-                )
-                status = running.wait(limit)
-                detail = f"exit status {status}" if status else ""
-            except subprocess.TimeoutExpired:
-                os.killpg(running.pid, signal.SIGKILL)  # with the processes that it has started
-                running.wait()
-                detail = f"not done after {limit:.0f} s"
-            except OSError as error:
-                detail = str(error)
-        if detail:
-            said = self._log.read_bytes()[place:].decode(errors="replace").strip().splitlines()
-            detail += "".join(f"\n    {x}" for x in said[-25:])
-        results = json.loads(result.read_text(encoding="utf-8")) if result.exists() and not detail else {}
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(f"\n===== {step.name}: {' '.join(line)}\n")
+        detail, results = "", {}
+        try:
+            processes.run(line, environment, log=self._log, limit=limit)
+            results = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+        except (OSError, RuntimeError) as error:
+            detail = str(error)
         seconds = time.monotonic() - begin
         return shown(Done(step.name, "FAILED" if detail else "ok", seconds, results, detail))
 
@@ -318,17 +257,16 @@ def now() -> str:
 
 def table(output: Path) -> str:
     """Return a Markdown table of the parts in `output`: every step, and its results in a line each."""
-    rows = ["| part | step | outcome | s | result |", "|---|---|---|---|---|"]
-    for name in MINUTES:
-        if not (output / f"{name}.json").exists():
-            continue
-        record = json.loads((output / f"{name}.json").read_text(encoding="utf-8"))
+    rows = []
+    for path in [output / f"{name}.json" for name in MINUTES]:
+        record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"steps": []}
         for step in record["steps"]:
             numbers = "; ".join(f"{key} {_short(value)}" for key, value in step["results"].items())
             said = numbers or step["detail"].partition("\n")[0]
             about = f"{step['name']} ({record['device']}, {record['date'][:10]})"
-            rows.append(f"| {name} | {about} | {step['outcome']} | {step['seconds']:.0f} | {said} |")
-    return "\n".join(rows) + "\n"
+            rows.append((path.stem, about, step["outcome"], f"{step['seconds']:.0f}", said))
+    lines = (("part", "step", "outcome", "s", "result"), ("---",) * 5, *rows)
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def main() -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,16 @@ def synchronize() -> None:
     """Wait for the GPU, if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+@contextmanager
+def timed(seconds: dict[str, Any], name: str) -> Iterator[None]:
+    """Add the seconds of the block to `seconds`, with the work of the GPU that it has started."""
+    synchronize()
+    start = time.perf_counter()
+    yield
+    synchronize()
+    seconds[name] = time.perf_counter() - start
 
 
 def percentiles(values: Sequence[float]) -> list[float]:

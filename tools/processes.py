@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 10.0  # seconds between SIGTERM and SIGKILL
@@ -34,29 +35,42 @@ def run(
             try:
                 status = process.wait(limit)
                 problem = f"exit status {status}" if status else ""
-            except subprocess.TimeoutExpired:
+            except psutil.TimeoutExpired:
                 problem = f"not done after {limit:.0f} s"
     if problem:
         raise RuntimeError(f"{problem}: {line_of(line)}{last_lines(log, place) if log else ''}")
 
 
 @contextmanager
-def started(line: Sequence[str | Path], **settings: Any) -> Iterator[subprocess.Popen[Any]]:
+def started(line: Sequence[str | Path], **settings: Any) -> Iterator[psutil.Popen]:
     """Start a program in a session of its own. The block's end ends those of its processes that are left.
 
     settings: those of Popen. SIGTERM to this process ends the block, and then this process.
     """
     before = signal.signal(signal.SIGTERM, _leave)
-    process = subprocess.Popen([str(word) for word in line], start_new_session=True, **settings)
+    process = psutil.Popen([str(word) for word in line], start_new_session=True, **settings)
     try:
         yield process
     finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(PATIENCE)
+        left = tree(process)
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                one.terminate()
+        psutil.wait_procs(left, PATIENCE)
+        for one in left:  # psutil compares times of start: a number that is used again is another process
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(left)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # those whose parent had ended before
         signal.signal(signal.SIGTERM, before)
+
+
+def tree(process: psutil.Process) -> list[psutil.Process]:
+    """Return a process and its descendants; nothing after its end."""
+    with suppress(psutil.NoSuchProcess):
+        return [*process.children(recursive=True), process]
+    return []
 
 
 def variables(more: Mapping[str, str] | None) -> dict[str, str]:

@@ -126,12 +126,13 @@ def test_an_episode_has_as_many_turns_as_the_case(monkeypatch: pytest.MonkeyPatc
 def test_the_side_of_trl_reads_exactly_the_settings_it_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(python: Any, script: list[str], *_: Any) -> int:
-        Path(script[2]).write_text('{"iterations": []}')
+    def start(python: Any, script: list[Path], *_: Any) -> int:
+        script[2].write_text('{"iterations": []}')
         return 7
 
     monkeypatch.setattr(run, "_start", start)
-    found = run.trl(Path("python"), tmp_path, CASES["small"], SIDES["trl"], Start(1, 2), 5)
+    monkeypatch.setattr(run, "install", lambda: "python")
+    found = run.trl(tmp_path, CASES["small"], SIDES["trl"], Start(1, 2), 5)
     assert found == {"iterations": [], "memory": 7}
     given = set(json.loads((tmp_path / "trl.json").read_text()))
     assert given == set(re.findall(r'given\["(\w+)"\]', (PEERS / "trl_side.py").read_text()))
@@ -166,7 +167,7 @@ def test_a_run_that_generates_too_little_is_refused(tmp_path: Path, monkeypatch:
     row = {"generation": 1.0, "seconds": 2.0, "written": 2047}
     monkeypatch.setattr(run, "ours", lambda *_: {"iterations": [row] * 4, "memory": 7})
     with pytest.raises(RuntimeError, match=r"ours generated \[2047, 2047\] tokens .* not 2048"):
-        benchmark_peers.one(Path(), "ours", tmp_path, CASES["small"], Start(1, 2), 5, 3)
+        benchmark_peers.one("ours", tmp_path, CASES["small"], Start(1, 2), 5, 3)
 
 
 def test_the_table_compares_the_fastest_start_of_each_side() -> None:
@@ -187,15 +188,15 @@ def test_the_table_compares_the_fastest_start_of_each_side() -> None:
         }
         for (side, start), found in rows.items()
     ]
-    record = {"machine": "2 cores", "date": "2026-11-22", "versions": {"trl": "1.16.0"}, "runs": runs}
+    record = {"machine": "2 cores; 2026-11-22", "versions": {"trl": "1.16.0"}, "runs": runs}
     assert benchmark_peers.table(record).splitlines() == [
         "2 cores; 2026-11-22; trl 1.16.0",
         "",
         "| parameters | turns x tokens | trainer | start | generation | training | total | seconds | GiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         "| 0.7 M | 1 x 32 | TRL | 1x2 | 2,048 | 683 | 512 | 4.00 | 3.0 |",
         "| 0.7 M | 1 x 32 | megatron-stppo | 2x1 | 4,096 | 1,365 | 1,024 | 2.00 | 2.0 |",
-        "| | | TRL / ours | | 2.0x | 2.0x | **2.0x** | | 1.5x |",
+        "|  |  | TRL / ours |  | 2.0x | 2.0x | **2.0x** |  | 1.5x |",
     ]
 
 

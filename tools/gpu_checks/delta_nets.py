@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpu_checks import main
-from gpu_checks.machine import synchronize
 from megatron_stppo.config import Config
 from megatron_stppo.families.qwen3_next.delta_net import MIXED, DeltaNet
 from megatron_stppo.families.qwen3_next.gated_delta_net import GatedDeltaNet, Kernels, chosen
 from megatron_stppo.model.attention import Sequences
+from tools.measuring import timed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (70, 1, 64, 5, 130)
@@ -62,21 +60,14 @@ def _results(
 
     of_decay = torch.promote_types(dtype, torch.float32)
     layer: Any = SimpleNamespace(sizes=net, _groups=net.key_heads, _kernels=own, dt_bias=draw(heads))
-    layer.A_log, layer.conv1d = (
-        draw(heads, dtype=of_decay),
-        SimpleNamespace(weight=draw(net.count(MIXED), 1, 4)),
-    )
+    layer.A_log = draw(heads, dtype=of_decay)
+    layer.conv1d = SimpleNamespace(weight=draw(net.count(MIXED), 1, 4))
     given = draw(tokens, net.count(MIXED)), draw(tokens, heads), draw(tokens, heads)
     position = torch.cat([torch.arange(n) for n in lengths]).to(DEVICE)
     weigh = draw(tokens, heads, net.value_dim).detach()
-    synchronize()
-    begin = time.perf_counter()
-    out = GatedDeltaNet._recurrent(layer, *given, Sequences(position, lengths))
-    wanted = (*given, layer.A_log, layer.dt_bias, layer.conv1d.weight)
-    gradients = torch.autograd.grad((out * weigh).sum(), wanted)
-    synchronize()
-    return [x.detach().double() for x in (out, *gradients)], time.perf_counter() - begin
-
-
-if __name__ == "__main__":
-    main(kernels)
+    seconds = dict[str, float]()
+    with timed(seconds, "both"):
+        out = GatedDeltaNet._recurrent(layer, *given, Sequences(position, lengths))
+        wanted = (*given, layer.A_log, layer.dt_bias, layer.conv1d.weight)
+        gradients = torch.autograd.grad((out * weigh).sum(), wanted)
+    return [x.detach().double() for x in (out, *gradients)], seconds["both"]

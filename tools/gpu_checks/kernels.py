@@ -1,4 +1,4 @@
-"""Calls of every op: once for compute-sanitizer, repeatedly for bitwise equality, and for Nsight Compute."""
+"""Calls of every op: once for compute-sanitizer, and repeatedly for bitwise equality."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from typing import Any
 
 import torch
 
-from gpu_checks import main
-from gpu_checks.machine import synchronize
+from megatron_stppo import ops
+from tests.ops.draws import (
+    logprob_and_gradient,
+    normal,
+    offsets_of,
+    rows,
+    same_bits,
+    three,
+    unaligned,
+    uniform,
+)
+from tools.measuring import synchronize
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def calls() -> dict[str, Any]:
     """Run every op once, forward and backward, on small inputs that cover every path of its kernels."""
-    from megatron_stppo import ops
-    from tests.ops.draws import logprob_and_gradient, normal, offsets_of, rows, three, unaligned, uniform
     from tests.ops.test_two_phases import test_two_parts_of_every_turn_make_the_whole as two_phases
 
     os.environ["STPPO_OPS"] = "extension"
@@ -61,9 +69,6 @@ def a_third(chunk: Any) -> tuple[Any, Any]:
 
 def repeats() -> dict[str, Any]:
     """Run each op 100 times at the size of a training step, and compare the bits. On a CPU, 5 times."""
-    from megatron_stppo import ops
-    from tests.ops.draws import logprob_and_gradient, normal, offsets_of, rows, same_bits, three, uniform
-
     os.environ["STPPO_OPS"] = "extension"
     again, vocab, longer = (99, 151_936, 5000) if DEVICE == "cuda" else (4, 4096, 50)
     differ = {}
@@ -107,29 +112,3 @@ def repeats() -> dict[str, Any]:
     if any(differ.values()):
         raise AssertionError(f"these ops give other bits when they are repeated: {differ}")
     return {"repeats": again, "differ": sum(differ.values())}
-
-
-def profiled() -> dict[str, Any]:
-    """Call the kernels that Nsight Compute looks at, at the sizes of training."""
-    from megatron_stppo import ops
-    from tests.ops.draws import logprob_and_gradient, offsets_of, rows, three, uniform
-
-    os.environ["STPPO_OPS"] = "extension"
-    with torch.device(DEVICE):
-        lengths = [
-            40 + 37 * n % 111 for n in range(44_000 if DEVICE == "cuda" else 440)
-        ]  # turns of 40 to 150
-        total = sum(lengths)
-        ops.clipped_surrogate(*three(total), offsets_of(*lengths), weight=uniform(total))
-        ops.clipped_surrogate(*three(total), weight=uniform(total))
-        for columns in (18_992, 151_936):
-            logits, target = rows(1024 if DEVICE == "cuda" else 8, columns)
-            logprob_and_gradient(logits.bfloat16(), target)
-        source = torch.randn(4096, 4096)
-        ops.BucketCopy([source], [torch.empty(4096, 4096, dtype=torch.bfloat16)])()
-    synchronize()
-    return {"tokens": total}
-
-
-if __name__ == "__main__":
-    main(calls, repeats, profiled)

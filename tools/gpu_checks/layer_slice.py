@@ -1,14 +1,10 @@
-"""Run some layers of large models at the sizes of one rank: time, memory against the plan, host waits."""
+"""Run some layers of large models at the sizes of one rank: time, and memory against the plan."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
-import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +13,17 @@ from typing import Any
 import torch
 import yaml
 
-from gpu_checks import main
-from gpu_checks.machine import ceilings, synchronize
-from gpu_checks.model import configuration, trajectories, write_model
-from gpu_checks.training import EXPERTS, work
-from megatron_stppo.cluster.launch import process
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.model import build
+from megatron_stppo.observe.throughput import phase_flop
+from megatron_stppo.training.advantage import estimate
+from megatron_stppo.training.stages import divided, score, update
+from tools.gpu_checks.machine import ceilings
+from tools.gpu_checks.model import DEVICE, EXPERTS, configuration, learner_of, once, trajectories, work
+from tools.measuring import timed
+from tools.processes import variables
 
+GPU = DEVICE == "cuda"
 # One rank of tensor=8: 5 of 40 heads, 1 of 8 key-value heads, an eighth of the MLP and of the vocabulary.
 RANK_OF_32B = {"hidden": 5120, "ffn": 3456, "layers": 4, "heads": 5, "kv_heads": 1, "head_dim": 128}
 RANK_OF_32B |= {"vocab": 18_992}
@@ -32,9 +33,9 @@ OF_30B_A3B |= {"vocab": 18_992}
 EXPERTS_OF_30B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 
-def sections(gpu: bool) -> tuple[dict[str, Any], int, int]:
+def sections() -> tuple[dict[str, Any], int, int]:
     """Return the configuration's sections, the tokens of a trajectory and the number of trajectories."""
-    longest = 4096 if gpu else 128
+    longest = 4096 if GPU else 128
     context = {"max_context": longest, "max_prompt_tokens": longest // 4, "kv_cache_gib": 0.1}
     given = {
         "model": {"dtype": "bfloat16"},
@@ -48,93 +49,56 @@ def sections(gpu: bool) -> tuple[dict[str, Any], int, int]:
 
 def layer_slice() -> dict[str, Any]:
     """Measure layers of the 32B, and offload and load everything."""
-    process.prepare(engine=False)
-    gpu = torch.cuda.is_available()
-    folder = work() / "slice"
-    if not folder.exists():
-        write_model(folder, **(RANK_OF_32B if gpu else {}))
-    found = _phases(folder)
+    found = _phases(once("slice", **(RANK_OF_32B if GPU else {})))
     (work() / "slice.json").write_text(json.dumps(found), encoding="utf-8")
     return found
 
 
 def expert_slice() -> dict[str, Any]:
     """Measure layers of the 30B with experts."""
-    process.prepare(engine=False)
-    gpu = torch.cuda.is_available()
-    folder = work() / "expert-slice"
-    if not folder.exists():
-        write_model(folder, EXPERTS_OF_30B if gpu else EXPERTS, **(OF_30B_A3B if gpu else {}))
-    return _phases(folder)
+    experts, sizes = (EXPERTS_OF_30B, OF_30B_A3B) if GPU else (EXPERTS, {})
+    return _phases(once("expert-slice", experts, **sizes))
 
 
 def _phases(folder: Path) -> dict[str, Any]:
-    """Score and update once for warm-up, once for time and memory, and once to count the host's waits."""
-    from megatron_stppo.data.packing import groups_of, to_batch
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.observe.throughput import phase_flop
-    from megatron_stppo.training.advantage import estimate
-    from megatron_stppo.training.stages import divided, score, update
-    from megatron_stppo.weights.sharding.hf_names import read_shape
-
-    given, longest, count = sections(torch.cuda.is_available())
+    """Score and update once for warm-up, and once for time and memory."""
+    given, longest, count = sections()
     config = configuration(folder, **given)
-    mesh, shape = process.start(config), read_shape(folder)
-    learner = build_learner(config, shape, mesh, process.dtype(config))
-    played = trajectories(shape.vocab, [longest] * count)
+    learner = learner_of(config)
+    played = trajectories(learner.shape.vocab, [longest] * count)
     action = sum(len(turn.token_ids) for t in played for turn in t.turns)
     found: dict[str, Any] = {"tokens": longest * count, "action tokens": action}
-    for measured in (_timed, _timed, _waits):  # the second time stays
+    for _ in range(2):  # the second time stays
         learner.load_for("score")
-        with measured(found, "score"):
+        with _measured(found, "score"):
             batch = score(learner, divided(learner, to_batch(played), 0))
         batch = estimate(batch, config.algorithm, groups_of([t.summary for t in played]))
         learner.load_for("update")
-        with measured(found, "update"):
+        with _measured(found, "update"):
             row = update(learner, batch, 0)[0]
     if row["actor/skipped"] or row["critic/skipped"]:
         raise AssertionError(f"a step was skipped; its loss or gradient is not finite: {row}")
     peak = ceilings()["bfloat16_tflop_per_s"]
-    for phase, operations in phase_flop(config, shape, batch).items():
+    for phase, operations in phase_flop(config, learner.shape, batch).items():
         rate = operations / found[f"{phase} s"] / 1e12
         found |= {f"{phase} tflop/s": rate, f"{phase} of the matrix products' rate": rate / peak}
     return found | _offloaded(learner)
 
 
 @contextmanager
-def _timed(found: dict[str, Any], phase: str) -> Iterator[None]:
+def _measured(found: dict[str, Any], phase: str) -> Iterator[None]:
     """Add the seconds of a phase, and on a GPU its peak memory in GiB, to `found`."""
-    gpu = torch.cuda.is_available()
-    if gpu:
+    if GPU:
         torch.cuda.reset_peak_memory_stats()
-    synchronize()
-    start = time.perf_counter()
-    yield
-    synchronize()
-    found[f"{phase} s"] = time.perf_counter() - start
-    if gpu:
-        found[f"{phase} peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-
-
-@contextmanager
-def _waits(found: dict[str, Any], phase: str) -> Iterator[None]:
-    """Add the number of times that the host waits for the GPU in a phase, and where, to `found`."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("warn")
+    with timed(found, f"{phase} s"):
         yield
-        if torch.cuda.is_available():
-            torch.cuda.set_sync_debug_mode("default")
-    waits = [w for w in caught if "called a synchronizing" in str(w.message)]
-    found[f"{phase} host waits"] = len(waits)
-    places = Counter(f"{'/'.join(w.filename.split('/')[-2:])}:{w.lineno}" for w in waits)
-    found[f"{phase} host waits at"] = dict(places.most_common(12))
+    if GPU:
+        found[f"{phase} peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
 
 
 def against_plan() -> dict[str, Any]:
     """Return what `plan` says for one GPU, and the peaks that `layer_slice` measured divided by it."""
-    given, _, _ = sections(torch.cuda.is_available())
+    given = sections()[0]
     found = json.loads((work() / "slice.json").read_text(encoding="utf-8"))
     file = work() / "slice.yaml"
     model = {"path": str(work() / "slice"), "layers": "local"} | given["model"]
@@ -142,7 +106,7 @@ def against_plan() -> dict[str, Any]:
         yaml.safe_dump(given | {"model": model, "algorithm": {"preset": "st_ppo"}}), encoding="utf-8"
     )
     line = [sys.executable, "-m", "megatron_stppo", "plan", str(file), "--gpus", "1", "--json"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment = variables({"CUDA_VISIBLE_DEVICES": ""})
     done = subprocess.run(
         line, capture_output=True, text=True, env=environment, timeout=120, encoding="utf-8"
     )
@@ -158,28 +122,19 @@ def against_plan() -> dict[str, Any]:
     return planned | ratios
 
 
-def _offloaded(learner: Any) -> dict[str, Any]:
+def _offloaded(learner: Any) -> dict[str, float]:
     """Offload everything and load it again; the bits of all weights must be the same."""
-    from megatron_stppo.model import build
 
     def bits() -> list[int]:
         weights = build.named_parameters(learner.policy).values()
         return [int(x.detach().view(torch.int16).long().sum()) for x in weights]
 
     learner.load_for("update")
-    before = bits()
-    synchronize()
-    start = time.perf_counter()
-    learner.load_for("rollout")
-    synchronize()
-    left = time.perf_counter()
-    learner.load_for("update")
-    synchronize()
-    end = time.perf_counter()
+    before, seconds = bits(), dict[str, float]()
+    with timed(seconds, "offload s"):
+        learner.load_for("rollout")
+    with timed(seconds, "load s"):
+        learner.load_for("update")
     if bits() != before:
         raise AssertionError("weights have other bits after they were offloaded and loaded")
-    return {"offload s": left - start, "load s": end - left}
-
-
-if __name__ == "__main__":
-    main(layer_slice, against_plan, expert_slice)
+    return seconds

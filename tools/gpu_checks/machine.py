@@ -1,58 +1,12 @@
-"""The machine: versions, clocks, and the ceilings with which the other numbers are compared."""
+"""The ceilings of a machine, with which the other numbers are compared."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import inspect
-import platform
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from gpu_checks import main
-
-PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "vllm", "transformers", "numpy", "apex")
-
-
-def versions() -> dict[str, Any]:
-    """Return the versions of what is installed, the signature of varlen_attn, and the GPU's clocks."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    found["varlen_attn"] = f"varlen_attn{inspect.signature(varlen_attn)}"
-    if torch.cuda.is_available():
-        about = torch.cuda.get_device_properties(0)
-        found |= {"device": about.name, "multiprocessors": about.multi_processor_count}
-        found |= {"memory_gib": round(about.total_memory / 2**30, 1), "cuda": torch.version.cuda}
-        found |= _clocks()
-    else:
-        found |= {"device": f"CPU, {platform.machine()}, {torch.get_num_threads()} threads"}
-    return found
-
-
-def _clocks() -> dict[str, Any]:
-    """Return the GPU's driver, power limit and clocks in MHz; the reason if NVML does not answer."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-        kinds = {"sm": pynvml.NVML_CLOCK_SM, "memory": pynvml.NVML_CLOCK_MEM}
-        clocks = {f"{name}_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, kind) for name, kind in kinds.items()}
-        most = {
-            f"{name}_max_mhz": pynvml.nvmlDeviceGetMaxClockInfo(gpu, kind) for name, kind in kinds.items()
-        }
-        watts = pynvml.nvmlDeviceGetPowerManagementLimit(gpu) / 1000
-        return {"driver": pynvml.nvmlSystemGetDriverVersion(), "power_limit_w": watts} | clocks | most
-    except Exception as reason:  # it is reported; the clocks are no condition of the other checks
-        return {"clocks": f"unknown: {reason}"}
+from torch.utils.benchmark import Timer
 
 
 def ceilings() -> dict[str, Any]:
@@ -70,25 +24,7 @@ def ceilings() -> dict[str, Any]:
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def _seconds(run: Callable[[], object], repeats: int = 10) -> float:
-    """Return the median time of a call, the device's work included, after three warm-up calls."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        run()
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[repeats // 2]
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-if __name__ == "__main__":
-    main(versions, ceilings)
+def _seconds(run: Callable[[], object]) -> float:
+    """Return the median time of a call, with the device's work."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.2).median

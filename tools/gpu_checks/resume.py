@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
-from gpu_checks import main
-from gpu_checks.model import SMALL, configuration, trajectories
-from gpu_checks.training import small_model, work
 from megatron_stppo.base.types import Batch, Trajectory
+from megatron_stppo.checkpoint.contents import saved_tensors
+from megatron_stppo.checkpoint.saving import Saver
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
-
-if TYPE_CHECKING:
-    from megatron_stppo.model.learner import Learner
-    from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.model.learner import Learner, build_learner
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.training.advantage import estimate
+from megatron_stppo.training.stages import divided, score, update
+from tools.gpu_checks.model import SMALL, configuration, learner_of, once, trajectories, work
+from tools.measuring import timed
 
 
 def resident() -> dict[str, Any]:
     """Save in the background and load into a new learner; all models stay on the device."""
-    process.prepare(engine=False)
     return _saved_and_loaded("resident", "none")
 
 
 def offloaded() -> dict[str, Any]:
     """Do the same with everything in host memory that a phase does not need."""
-    process.prepare(engine=False)
     return _saved_and_loaded("offloaded", "all")
 
 
 def one_trunk() -> dict[str, Any]:
     """Score with fresh adapters, which add 0: on the shared trunk, actor and reference must be equal."""
-    process.prepare(engine=False)
     config = configuration(
-        small_model(),
+        once("small"),
         model={"dtype": "bfloat16", "lora": {"rank": 8}},
         update={"old_logprob": "score"},
     )
@@ -49,14 +48,9 @@ def one_trunk() -> dict[str, Any]:
 
 
 def _saved_and_loaded(name: str, offload: str) -> dict[str, Any]:
-    from megatron_stppo.checkpoint.saving import Saver
-    from megatron_stppo.data.packing import groups_of
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.training.advantage import estimate
-    from megatron_stppo.training.stages import update
 
     config = configuration(
-        small_model(),
+        once("small"),
         model={"dtype": "bfloat16"},
         update={"old_logprob": "score", "offload": offload},
     )
@@ -66,9 +60,9 @@ def _saved_and_loaded(name: str, offload: str) -> dict[str, Any]:
     update(learner, batch, 0)
     learner.load_for("checkpoint")
     saver = Saver(work() / f"checkpoints-{name}", config, learner.mesh.layout)
-    start = time.perf_counter()
-    saver.save(1, learner.trainers, {"iteration": 1})
-    waited = time.perf_counter() - start
+    seconds = dict[str, float]()
+    with timed(seconds, "seconds that training waits"):
+        saver.save(1, learner.trainers, {"iteration": 1})
     expected = _contents(learner.trainers)
     learner.load_for("update")
     update(learner, batch, 1)  # while the files are written
@@ -82,14 +76,12 @@ def _saved_and_loaded(name: str, offload: str) -> dict[str, Any]:
         raise AssertionError(
             f"{len(apart)} tensors differ after loading, {changed} after the next update: {apart[:5]}"
         )
-    return {"tensors": len(found), "MiB": _mib(found), "seconds that training waits": waited}
+    size = sum(x.nbytes for x in found.values()) / 2**20
+    return {"tensors": len(found), "MiB": size} | seconds
 
 
 def _contents(trainers: Mapping[str, Trainer]) -> dict[str, Tensor]:
     """Return copies of weights, float32 weights and moments on the host, by role, number and name."""
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
-    from megatron_stppo.checkpoint.contents import saved_tensors
 
     return {
         f"{role} {number} {piece.key}": piece.data.to("cpu", copy=True)
@@ -99,26 +91,12 @@ def _contents(trainers: Mapping[str, Trainer]) -> dict[str, Tensor]:
     }
 
 
-def _mib(tensors: Mapping[str, Tensor]) -> float:
-    return sum(x.nbytes for x in tensors.values()) / 2**20
-
-
 def _played() -> list[Trajectory]:
     return trajectories(SMALL["vocab"], [60, 90, 120, 150, 80, 110, 70, 140])
 
 
 def _scored(config: Config) -> tuple[Learner, Batch]:
     """Return a learner and a batch of random trajectories with the log-probs of its models."""
-    from megatron_stppo.data.packing import to_batch
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.training.stages import divided, score
-    from megatron_stppo.weights.sharding.hf_names import read_shape
-
-    mesh, shape = process.start(config), read_shape(config.model.path)
-    learner = build_learner(config, shape, mesh, process.dtype(config))
+    learner = learner_of(config)
     learner.load_for("score")
     return learner, score(learner, divided(learner, to_batch(_played()), 0))
-
-
-if __name__ == "__main__":
-    main(resident, offloaded, one_trunk)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,47 +13,46 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_checks import main
-from gpu_checks.machine import synchronize
-from gpu_checks.model import SMALL, configuration, trajectories, write_model
 from megatron_stppo.cluster.launch import process
+from megatron_stppo.config import OptimizerConfig
+from megatron_stppo.data.demonstrations import Demonstration
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.evidence.layouts.cases import cases
+from megatron_stppo.evidence.layouts.check import TOLERANCES, compare_case
+from megatron_stppo.evidence.layouts.measure import Measured, measure, random_batch
+from megatron_stppo.model import build
+from megatron_stppo.model.attention import PackedAttention, Pieces
+from megatron_stppo.model.experts import products
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.model.pipeline import packer_of
+from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.training.advantage import estimate
+from megatron_stppo.training.cold_start import train_step
+from megatron_stppo.training.stages import divided, score, update
+from megatron_stppo.weights.sharding.hf_names import read_shape
+from tools.gpu_checks.model import DEVICE, EXPERTS, SMALL, configuration, learner_of, once, trajectories, work
+from tools.measuring import timed
 
-EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+GPU = DEVICE == "cuda"
+BFLOAT16 = {"dtype": "bfloat16"}
 LENGTHS = (37, 512, 128, 300, 5, 1000)  # tokens of each sequence, for attention
-
-
-def work() -> Path:
-    """Return the folder that the checks of one run share."""
-    return Path(os.environ["GPU_CHECKS_WORK"])
-
-
-def small_model() -> Path:
-    folder = work() / "small"
-    return folder if folder.exists() else write_model(folder)
-
-
-def small_experts() -> Path:
-    folder = work() / "experts"
-    return folder if folder.exists() else write_model(folder, EXPERTS)
 
 
 def attention() -> dict[str, Any]:
     """Compare packed attention in bfloat16 with scaled_dot_product_attention in float32, per sequence."""
-    process.prepare(engine=False)
-    from megatron_stppo.model.attention import PackedAttention, Pieces
 
-    device, size = "cuda" if torch.cuda.is_available() else "cpu", 64
+    size = 64
     torch.manual_seed(0)
-    query, key, value = (torch.randn(sum(LENGTHS), heads, size, device=device) for heads in (8, 2, 2))
+    query, key, value = (torch.randn(sum(LENGTHS), heads, size, device=DEVICE) for heads in (8, 2, 2))
     for x in (query, key, value):
         x.requires_grad_()
-    cotangent = torch.randn(sum(LENGTHS), 8, size, device=device)
+    cotangent = torch.randn(sum(LENGTHS), 8, size, device=DEVICE)
     settings: Any = SimpleNamespace(kv_channels=size)
     layer = PackedAttention(settings, 1, None, "self")
     lengths, mesh = torch.tensor(LENGTHS), SimpleNamespace(context_rank=0, context_size=1, context_group=None)
-    pieces = Pieces.of(lengths, torch.device(device), mesh)  # type: ignore[arg-type]
+    pieces = Pieces.of(lengths, torch.device(DEVICE), mesh)  # type: ignore[arg-type]
     half = [x.detach().bfloat16().requires_grad_() for x in (query, key, value)]
-    attend = layer._attend_cuda if device == "cuda" else layer._attend_each
+    attend = layer._attend_cuda if GPU else layer._attend_each
     packed = attend(*half, pieces)
     exact = []
     for q, k, v in zip(*(x.split(list(LENGTHS)) for x in (query, key, value)), strict=True):
@@ -75,22 +73,15 @@ def attention() -> dict[str, Any]:
 
 def measured(dtype: str, own: Any = None) -> Any:
     """Return the result of a step of actor and critic, as check-layouts computes it."""
-    from megatron_stppo.evidence.layouts.cases import cases
-    from megatron_stppo.evidence.layouts.measure import measure, random_batch
-    from megatron_stppo.weights.sharding.hf_names import read_shape
-
-    model = small_model()
-    config = configuration(model, model={"dtype": dtype})
+    config = configuration(once("small"), model={"dtype": dtype})
     process.start(config)
-    shape = read_shape(model)
-    batch = random_batch(shape.vocab, 16, 0)
+    shape = read_shape(config.model.path)
     case = cases(shape, 1, config.parallel, [256])[0]
-    return case, measure(case, config, shape, batch, own)
+    return case, measure(case, config, shape, random_batch(shape.vocab, 16, 0), own)
 
 
 def reference() -> dict[str, Any]:
     """Compute a step in float32 on the CPU, for `step`."""
-    process.prepare(engine=False)
     _, found = measured("float32")
     tensors = {f"before {name}": x for name, x in found.before.items()} | {"logprob_T": found.logprob_T}
     tensors |= {f"after {name}": x for name, x in found.after.items()}
@@ -101,9 +92,6 @@ def reference() -> dict[str, Any]:
 
 def step() -> dict[str, Any]:
     """Compute the step of `reference` in bfloat16, on the GPU if there is one, and compare."""
-    process.prepare(engine=False)
-    from megatron_stppo.evidence.layouts.check import TOLERANCES, compare_case
-    from megatron_stppo.evidence.layouts.measure import Measured
 
     tensors = load_file(work() / "reference.safetensors")
     before, after = (
@@ -121,32 +109,24 @@ def step() -> dict[str, Any]:
 
 def first_ratio() -> dict[str, Any]:
     """Score, estimate advantages and update once: every ratio of the first step must be exactly 1."""
-    return _first_step(small_model(), "off")
+    return _first_step(once("small"), "off")
 
 
 def experts_again() -> dict[str, Any]:
     """Do the same with experts, which each pass chooses again."""
-    return _first_step(small_experts(), "off")
+    return _first_step(once("experts", EXPERTS), "off")
 
 
 def experts_replayed() -> dict[str, Any]:
     """Do the same with experts that the update replays."""
-    return _first_step(small_experts(), "old_policy")
+    return _first_step(once("experts", EXPERTS), "old_policy")
 
 
 def _first_step(model: Path, replay: str) -> dict[str, Any]:
-    process.prepare(engine=False)
-    from megatron_stppo.data.packing import groups_of, to_batch
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.training.advantage import estimate
-    from megatron_stppo.training.stages import divided, score, update
-    from megatron_stppo.weights.sharding.hf_names import read_shape
-
     sections = {"update": {"old_logprob": "score"}, "algorithm": {"routing_replay": replay}}
-    config = configuration(model, model={"dtype": "bfloat16"}, **sections)
-    mesh, shape = process.start(config), read_shape(model)
-    learner = build_learner(config, shape, mesh, process.dtype(config))
-    played = trajectories(shape.vocab, [60 + 40 * (n % 9) for n in range(32)])
+    config = configuration(model, model=BFLOAT16, **sections)
+    learner = learner_of(config)
+    played = trajectories(learner.shape.vocab, [60 + 40 * (n % 9) for n in range(32)])
     first, batch = (score(learner, divided(learner, to_batch(played), 0)) for _ in range(2))
     apart = float((first.old_logprob_T - batch.old_logprob_T).abs().max())
     batch = estimate(batch, config.algorithm, groups_of([t.summary for t in played]))
@@ -162,12 +142,11 @@ def grouped() -> dict[str, Any]:
 
     Then measure the error of fused gradients, and the rate of experts.
     """
-    process.prepare(engine=False)
-    from tests.model.test_grouped_experts import compared
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = process.start(configuration(small_experts(), model={"dtype": "bfloat16"}))
-    one, separate = compared(mesh, [0, 37, 0, 5, 130, 1, 0], torch.bfloat16, device=device)
+    from tests.model.test_grouped_experts import compared  # needs pytest
+
+    mesh = process.start(configuration(once("experts", EXPERTS), model=BFLOAT16))
+    one, separate = compared(mesh, [0, 37, 0, 5, 130, 1, 0], torch.bfloat16, device=DEVICE)
     apart = {
         name: float((one[name] - x).float().norm() / (x.float().norm() + 1e-9))
         for name, x in separate.items()
@@ -175,16 +154,14 @@ def grouped() -> dict[str, Any]:
     if one.keys() != separate.keys() or not max(apart.values()) < 0.01:  # NaN fails too
         raise AssertionError(f"experts in one product differ from separate ones: {apart}")
     found = {"relative difference, output": apart["out"], "largest": max(apart.values())}
-    return found | _fused_gradients(mesh, device) | _rates_of_experts(device)
+    return found | _fused_gradients(mesh) | _rates_of_experts()
 
 
-def _fused_gradients(mesh: Any, device: str) -> dict[str, float]:
+def _fused_gradients(mesh: Any) -> dict[str, float]:
     """Compare main gradients in bfloat16 with float64: added without being rounded, and rounded first."""
-    from tests.model.test_grouped_experts import accumulated_in
-    from tests.model.test_weight_gradient import errors_in
 
     layers, experts = {}, {}
-    with torch.device(device):
+    with torch.device(DEVICE):
         for name, fused in (("fused", True), ("rounded", False)):
             layers[name] = max(errors_in(mesh, {}, "bfloat16", fused).values())
             run = accumulated_in(mesh, torch.bfloat16, True, fused)
@@ -201,56 +178,38 @@ def _fused_gradients(mesh: Any, device: str) -> dict[str, float]:
     return found
 
 
-def _rates_of_experts(device: str) -> dict[str, float]:
+def _rates_of_experts() -> dict[str, float]:
     """Time a layer's first product, forward and backward, with the experts of Qwen3-30B-A3B (on a CPU small
     ones). The weights' gradients are added expert by expert, or as one product that is rounded first."""
-    from megatron_stppo.model.experts import products
 
-    gpu = device == "cuda"
-    experts, out, inside = (128, 1536, 2048) if gpu else (8, 48, 64)
+    experts, out, inside = (128, 1536, 2048) if GPU else (8, 48, 64)
     found: dict[str, float] = {}
-    with torch.device(device):
+    with torch.device(DEVICE):
         # leaves in one storage
         weights = [one.detach().requires_grad_() for one in torch.randn(experts, out, inside).bfloat16()]
         for weight, main in zip(weights, torch.zeros(experts, out, inside), strict=True):
             weight.main_grad = main
-        for each in (128, 512, 1024) if gpu else (16,):  # rows of an expert
+        for each in (128, 512, 1024) if GPU else (16,):  # rows of an expert
             rows = torch.randn(experts * each, inside).bfloat16().requires_grad_()
             ends = torch.arange(1, experts + 1, dtype=torch.int32) * each
             given = torch.randn(experts * each, out).bfloat16()
             for name, counts in (("expert by expert", [each] * experts), ("one product", None)):
-                for timed in (False, True):
-                    synchronize()
-                    start = time.perf_counter()
-                    for _ in range(5):
-                        products(rows, ends, weights, counts).backward(given)
-                    synchronize()
-                    if timed:
-                        flop = 5 * 6 * rows.shape[0] * out * inside
-                        rate = flop / (time.perf_counter() - start) / 1e12
-                        found[f"{each} rows, {name} (TFLOP/s)"] = rate
+                for _ in range(2):  # the first is the warm-up
+                    with timed(found, key := f"{each} rows, {name} (TFLOP/s)"):
+                        for _ in range(5):
+                            products(rows, ends, weights, counts).backward(given)
+                found[key] = 5 * 6 * rows.shape[0] * out * inside / found[key] / 1e12
     return found
 
 
 def cold_start() -> dict[str, Any]:
     """Train on the same random scripts for some steps: the loss must fall below half."""
-    process.prepare(engine=False)
-    from megatron_stppo.config import OptimizerConfig
-    from megatron_stppo.data.demonstrations import Demonstration
-    from megatron_stppo.model import build
-    from megatron_stppo.model.optimizer import Trainer
-    from megatron_stppo.model.pipeline import packer_of
-    from megatron_stppo.model.policy_head import PolicyHead
-    from megatron_stppo.training.cold_start import train_step
-    from megatron_stppo.weights.sharding.hf_names import read_shape
 
-    gpu = torch.cuda.is_available()
-    model = small_model()
-    config = configuration(model, model={"dtype": "bfloat16"})
-    mesh, shape = process.start(config), read_shape(model)
+    config = configuration(once("small"), model=BFLOAT16)
+    mesh, shape = process.start(config), read_shape(config.model.path)
     weights = build.from_hf("actor", shape, config, mesh, process.dtype(config))
     parallel = build.data_parallel(weights, distributed_optimizer=True)
-    steps, scripts = (200, 64) if gpu else (40, 8)
+    steps, scripts = (200, 64) if GPU else (40, 8)
     trainer = Trainer(parallel, OptimizerConfig(lr=3e-3), steps)
     head = PolicyHead.of(parallel, mesh, shape.vocab, float32_logits=True)
     ids = [t.token_ids for t in trajectories(SMALL["vocab"], [64] * scripts)]
@@ -264,7 +223,3 @@ def cold_start() -> dict[str, Any]:
         raise AssertionError(f"the loss went from {losses[0]:.3f} to {losses[-1]:.3f} nats per token")
     rate = steps * scripts * 64 / seconds
     return {"loss before": losses[0], "loss after": losses[-1], "tokens per second": rate}
-
-
-if __name__ == "__main__":
-    main(attention, reference, step, first_ratio, grouped, experts_replayed, experts_again, cold_start)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import venv
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,31 @@ from typing import Any
 import psutil
 import yaml
 
+from tools import processes
 from tools.peers.cases import STEPS, TASKS, Case, Side, Start
 from tools.peers.game import question
+from tools.processes import ROOT
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 LIMIT = 1800.0  # timeout of one run, in seconds
 EVERY = 0.5  # seconds between two measurements of memory
+PINNED = {"trl": "1.16.0", "torch": "2.13.0", "transformers": "5.19.0", "peft": "0.21.2"}
+FOLDER = ROOT / ".venv-peers"
 
 
-def trl(python: Path, folder: Path, case: Case, side: Side, start: Start, iterations: int) -> dict[str, Any]:
+def install() -> Path:
+    """Return the Python that has TRL. Create its environment first if it does not exist."""
+    python, stamp = FOLDER / "bin" / "python", FOLDER / "installed.json"
+    if not stamp.exists() or json.loads(stamp.read_text(encoding="utf-8")) != PINNED:
+        print(f"installing TRL into {FOLDER}", file=sys.stderr, flush=True)
+        venv.create(FOLDER, with_pip=True)
+        wanted = [f"{name}=={version}" for name, version in PINNED.items()]
+        processes.run([python, "-m", "pip", "install", "--quiet", *wanted])
+        stamp.write_text(json.dumps(PINNED), encoding="utf-8")
+    return python
+
+
+def trl(folder: Path, case: Case, side: Side, start: Start, iterations: int) -> dict[str, Any]:
     """Run TRL; return {"iterations": [{generation, seconds, written, read}], "memory": bytes, ..}.
 
     The first iteration is left out. Raises RuntimeError with the end of the output if TRL fails.
@@ -42,12 +57,18 @@ def trl(python: Path, folder: Path, case: Case, side: Side, start: Start, iterat
         "trajectories": case.trajectories,
         "steps": STEPS,
         "iterations": iterations,
+        "episodes": None,
+        "rewards": None,
     }
+    return trained_by_trl(given, folder, start)
+
+
+def trained_by_trl(given: Mapping[str, Any], folder: Path, start: Start) -> dict[str, Any]:
+    """Run trl_side.py; return what it has written, and the peak of its memory."""
     specification, result = folder / "trl.json", folder / "trl-result.json"
     specification.write_text(json.dumps(given), encoding="utf-8")
     result.unlink(missing_ok=True)
-    script = [str(HERE / "trl_side.py"), str(specification), str(result)]
-    memory = _start([str(python)], script, start, folder / "trl.log", {})
+    memory = _start([install()], [HERE / "trl_side.py", specification, result], start, folder / "trl.log", {})
     return json.loads(result.read_text(encoding="utf-8")) | {"memory": memory}
 
 
@@ -67,9 +88,8 @@ def ours(folder: Path, case: Case, side: Side, start: Start, iterations: int) ->
     )
     metrics = folder / "ours" / "metrics.jsonl"
     shutil.rmtree(metrics.parent, ignore_errors=True)  # a run's name cannot be used twice
-    script = ["-m", "megatron_stppo", "train", str(folder / "ours.yaml")]
-    path = os.pathsep.join([str(HERE), str(ROOT)])
-    memory = _start([sys.executable], script, start, folder / "ours.log", {"PYTHONPATH": path})
+    script = ["-m", "megatron_stppo", "train", folder / "ours.yaml"]
+    memory = _start([sys.executable], script, start, folder / "ours.log", {"PYTHONPATH": str(HERE)})
     rows = [_row(json.loads(line)) for line in metrics.read_text(encoding="utf-8").splitlines()]
     return {"iterations": rows[1:], "memory": memory}
 
@@ -122,50 +142,38 @@ def _row(row: dict[str, Any]) -> dict[str, float]:
 
 
 def _start(
-    python: Sequence[str], script: Sequence[str], start: Start, log: Path, variables: dict[str, str]
+    python: Sequence[str | Path],
+    script: Sequence[str | Path],
+    start: Start,
+    log: Path,
+    variables: dict[str, str],
 ) -> int:
-    """Run a trainer; return the peak of its memory in bytes: the resident pages of all its processes."""
-    if start.processes > 1:
-        python = [*python, "-m", "torch.distributed.run", "--standalone"]
-        python = [*python, "--nproc-per-node", str(start.processes)]
-    variables = os.environ | variables | {"OMP_NUM_THREADS": str(start.threads), "HF_HUB_OFFLINE": "1"}
-    with log.open("w", encoding="utf-8") as file:
-        program = psutil.Popen(
-            [*python, *script], env=variables, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
-        )
-    try:
-        peak, code = _watch(program)
-    finally:
-        left = _tree(program)
-        for process in left:
-            process.kill()
-        psutil.wait_procs(left, timeout=10)
-    if code != 0:
-        last = "\n".join(log.read_text(encoding="utf-8").splitlines()[-15:])
-        what = f"no end after {LIMIT:.0f} s" if code is None else f"exit code {code}"
-        raise RuntimeError(f"{log}: {what}; its last lines:\n{last}")
-    return peak
-
-
-def _watch(program: psutil.Popen) -> tuple[int, int | None]:
-    """Return the peak memory and the exit code, None after LIMIT seconds.
+    """Run a trainer; return the peak of its memory in bytes: the resident pages of all its processes.
 
     A page that processes share counts once for each. Their shares of it (PSS) take so long to read that the
     trainer would become slower.
     """
-    peak, end = 0, time.monotonic() + LIMIT
-    while time.monotonic() < end:
-        peak = max(peak, sum(map(_resident, _tree(program))))
-        with suppress(psutil.TimeoutExpired):
-            return peak, program.wait(EVERY)
-    return peak, None
-
-
-def _tree(program: psutil.Popen) -> list[psutil.Process]:
-    """Return a process and its descendants; nothing after its end."""
-    with suppress(psutil.NoSuchProcess):
-        return [*program.children(recursive=True), program]
-    return []
+    if start.processes > 1:
+        python = [*python, "-m", "torch.distributed.run", "--standalone"]
+        python = [*python, "--nproc-per-node", str(start.processes)]
+    variables = processes.variables(
+        variables | {"OMP_NUM_THREADS": str(start.threads), "HF_HUB_OFFLINE": "1"}
+    )
+    peak, code, end = 0, None, time.monotonic() + LIMIT
+    with (
+        log.open("wb") as file,
+        processes.started(
+            [*python, *script], env=variables, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT
+        ) as program,
+    ):
+        while code is None and time.monotonic() < end:
+            peak = max(peak, sum(map(_resident, processes.tree(program))))
+            with suppress(psutil.TimeoutExpired):
+                code = program.wait(EVERY)
+    if code != 0:
+        what = f"no end after {LIMIT:.0f} s" if code is None else f"exit status {code}"
+        raise RuntimeError(f"{log}: {what}; its last lines:{processes.last_lines(log)}")
+    return peak
 
 
 def _resident(process: psutil.Process) -> int:

@@ -10,12 +10,16 @@ These settings differ from TRL's defaults:
 
 One generation is used for four optimizer steps. So TRL computes the old log-probs, as the other side does.
 beta=0 (TRL's default) means that there is no reference model.
+
+benchmark_trees gives episodes: [prompt, completion, mask of its action tokens], which take the place of
+generation. The rest is then measured: log-probs of the old policy if there are several steps, and the update.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -23,8 +27,6 @@ from pathlib import Path
 os.environ.update(HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILENCE="1", CUDA_VISIBLE_DEVICES="")
 
 import torch
-import transformers
-import trl
 from datasets import Dataset
 from game import OBSERVATION, question, reward
 from peft import LoraConfig
@@ -46,34 +48,42 @@ class House:
         return OBSERVATION
 
 
+def now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
 class Clock(TrainerCallback):
-    """Record the time at which each optimizer step ends, and the tokens generated until then."""
+    """Record the time at which each optimizer step ends, and the processor's."""
 
     def __init__(self) -> None:
-        self.ends: list[float] = []
+        self.ends: list[tuple[float, float]] = []
 
     def on_step_end(self, *_: object, **__: object) -> None:
-        self.ends.append(time.perf_counter())
+        self.ends.append(now())
 
 
 class Timed(GRPOTrainer):
-    """GRPOTrainer that records the seconds and the tokens of every generation."""
+    """GRPOTrainer that records the seconds, the end and the tokens of every generation."""
 
+    episodes: list[tuple[list[int], list[int], list[int]]] | None
     generations: list[dict[str, float]]
+    generated: list[tuple[float, float]]
 
     def _generate(self, prompts):
         start = time.perf_counter()
-        out = super()._generate(prompts)
+        out = super()._generate(prompts) if self.episodes is None else self._given(prompts)
         prompt_ids, completion_ids, tool_mask = out[:3]
         written = sum(map(sum, tool_mask)) if tool_mask else sum(map(len, completion_ids))
-        self.generations.append(
-            {
-                "generation": time.perf_counter() - start,
-                "written": written,
-                "read": sum(map(len, prompt_ids)) + sum(map(len, completion_ids)) - written,
-            }
-        )
+        read = sum(map(len, prompt_ids)) + sum(map(len, completion_ids)) - written
+        self.generated.append(now())
+        seconds = self.generated[-1][0] - start
+        self.generations.append({"generation": seconds, "written": written, "read": read})
         return out
+
+    def _given(self, prompts):
+        assert len(prompts) == len(self.episodes), (len(prompts), len(self.episodes))
+        parts = ([list(ids) for ids in part] for part in zip(*self.episodes, strict=True))
+        return *parts, [""] * len(prompts), None, {}, None, []
 
 
 def rewards(completions, **_: object) -> list[float]:
@@ -118,6 +128,7 @@ def main(specification: Path, result: Path) -> None:
         logging_strategy="no",
         disable_tqdm=True,
         seed=0,
+        model_init_kwargs={"dtype": "float32"},
     )
     several = {}
     if turns > 1:
@@ -126,32 +137,31 @@ def main(specification: Path, result: Path) -> None:
         several = {"environment_factory": House}
     if given["lora"]:  # alpha is the default of the other side
         several["peft_config"] = LoraConfig(r=given["lora"], lora_alpha=32, target_modules="all-linear")
-    prompts = [{"prompt": [{"role": "user", "content": question(n)}]} for n in range(given["tasks"])]
-    clock = Clock()
+    episodes, clock = given["episodes"], Clock()
+    ask = str if episodes else lambda n: [{"role": "user", "content": question(n)}]
     trainer = Timed(
         model=given["model"],
         args=config,
-        reward_funcs=rewards,
-        train_dataset=Dataset.from_list(prompts),
+        reward_funcs=rewards if episodes is None else lambda completions, **_: given["rewards"],
+        train_dataset=Dataset.from_list([{"prompt": ask(n)} for n in range(given["tasks"])]),
         processing_class=tokenizer,
         callbacks=[clock],
         **several,
     )
-    trainer.generations = []
+    trainer.episodes, trainer.generations, trainer.generated = episodes, [], []
     trainer.train()
-    every = given["steps"]
-    ends = clock.ends[every - 1 :: every]
+    ends = clock.ends[given["steps"] - 1 :: given["steps"]]
+    starts = ends if episodes is None else trainer.generated[1:]  # without or with generation
     iterations = [
-        generation | {"seconds": end - start}
-        for generation, start, end in zip(trainer.generations[1:], ends, ends[1:], strict=False)
+        generation | {"seconds": end[0] - start[0], "processor": end[1] - start[1]}
+        for generation, start, end in zip(trainer.generations[1:], starts, ends[1:], strict=False)
     ]
     if int(os.environ.get("RANK", "0")) == 0:
         for row in iterations:  # the number of one rank; prompts are divided evenly
             row["written"] *= world
             row["read"] *= world
-        versions = {"trl": trl.__version__, "transformers": transformers.__version__}
-        found = {"iterations": iterations, "versions": versions | {"torch": torch.__version__}}
-        result.write_text(json.dumps(found), encoding="utf-8")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        result.write_text(json.dumps({"iterations": iterations, "peak": peak}), encoding="utf-8")
 
 
 if __name__ == "__main__":

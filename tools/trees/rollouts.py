@@ -2,7 +2,6 @@
 
 search: the 32 episodes of iteration 28 of examples/smollm2/search.yaml with run.iterations=30, one of each
     question; about 167 tokens each. Their system prompt is "Write search: words, then answer: words."
-    They were written by `python -m tools.trees.rollouts RUN_DIR 28 FOLDER`, FOLDER having the tokenizer.
 instructed: the same, in which INSTRUCTION (211 tokens) stands before that sentence, as in the system prompts
     of other search agents.
 bfcl: multi-turn function calling with the sizes of BFCL's base category: system prompt and tools have 3,594
@@ -25,7 +24,6 @@ from __future__ import annotations
 import gzip
 import json
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,22 +75,6 @@ def renumbered(played: Sequence[Trajectory]) -> list[Trajectory]:
         )
         for one in played
     ]
-
-
-def record(run: Path, iteration: int, tokenizer: Path) -> None:
-    """Write the tokens and rewards of a run's episodes, and the tokens of INSTRUCTION, to RECORDED."""
-    from transformers import AutoTokenizer
-
-    from megatron_stppo.observe.trajectory_log import read
-
-    encode = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-    instruction = encode(INSTRUCTION, add_special_tokens=False)["input_ids"]
-    episodes = [
-        [one.prompt_ids, [[turn.token_ids, turn.observation_ids, turn.reward] for turn in one.turns]]
-        for one in read(run, iteration)
-    ]
-    text = json.dumps({"instruction": instruction, "episodes": episodes}, separators=(",", ":"))
-    RECORDED.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
 def _recorded(with_instruction: bool) -> list[Trajectory]:
@@ -181,7 +163,3 @@ def _episode(
 ) -> Trajectory:
     task = Task("trees", (), ("",), "train", group)
     return Trajectory(task, tuple(prompt), tuple(turns), "ok", group, branches=branches)
-
-
-if __name__ == "__main__":
-    record(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

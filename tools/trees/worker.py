@@ -1,4 +1,4 @@
-"""One process of benchmark_trees: write a model, time scoring and update, or measure their memory.
+"""One process of benchmark_trees: time scoring and update, or measure their memory.
 
 python -m tools.trees.worker SPECIFICATION.json RESULT.json
 """
@@ -18,20 +18,14 @@ import torch
 
 from megatron_stppo.cluster.launch import process
 from tools.gpu_checks.model import configuration, write_model
+from tools.measuring import timed
 from tools.trees import rollouts
 
 # Random Qwen3 models. slice: four layers of the sizes of Qwen2.5-7B, with the smaller vocabulary of SmolLM2.
 SIZES = {
     "tiny": {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab": 4096},
-    "slice": {
-        "hidden": 3584,
-        "ffn": 18_944,
-        "layers": 4,
-        "heads": 28,
-        "kv_heads": 4,
-        "head_dim": 128,
-        "vocab": 49_152,
-    },
+    "slice": {"hidden": 3584, "ffn": 18_944, "layers": 4, "heads": 28, "kv_heads": 4, "head_dim": 128}
+    | {"vocab": 49_152},
 }
 GPU = torch.cuda.is_available()
 ARMS = {"off": False, "on": True}  # update.share_prefixes
@@ -55,6 +49,8 @@ class Bench:
         algorithm = {"preset": given["preset"], "kl_coefficient": 0.0, "entropy_coefficient": 0.0}
         update = {"minibatches": given["steps"], "old_logprob": given["old_logprob"]}
         model, optimizer = Path(given["model"]), {"lr": 1e-6, "warmup_fraction": 0.0}
+        if given["size"] and not model.exists():
+            write_model(model, **SIZES[given["size"]])
         update |= {"share_prefixes": "on", "actor": optimizer, "critic": optimizer}
         self.config = configuration(model, update=update, algorithm=algorithm)
         shape = read_shape(model)
@@ -84,16 +80,14 @@ class Bench:
         from megatron_stppo.training.advantage import estimate
         from megatron_stppo.training.stages import divided, score, update
 
-        seconds, begun = {}, time.process_time()
+        seconds, begun = dict[str, float](), time.process_time()
         if GPU:
             torch.cuda.reset_peak_memory_stats()
-        start = _now()
-        batch = score(self.learner, divided(self.learner, self.batch, 0))
-        seconds["score"] = _now() - start
+        with timed(seconds, "score"):
+            batch = score(self.learner, divided(self.learner, self.batch, 0))
         batch = estimate(batch, self.config.algorithm, self._groups)
-        start = _now()
-        row, last, batch = update(self.learner, batch, 0)
-        seconds["update"] = _now() - start
+        with timed(seconds, "update"):
+            row, last, batch = update(self.learner, batch, 0)
         seconds["processor"] = time.process_time() - begun
         if GPU:
             seconds["peak"] = float(torch.cuda.max_memory_allocated())
@@ -139,12 +133,6 @@ def played_of(given: dict[str, Any]) -> list[Any]:
     return [history for one in read(Path(given["run"]), given["iteration"]) for history in one.histories()]
 
 
-def write(given: dict[str, Any]) -> dict[str, Any]:
-    """Write a random model."""
-    write_model(Path(given["model"]), **SIZES[given["size"]])
-    return {}
-
-
 def times(given: dict[str, Any]) -> dict[str, Any]:
     """Return {"check": .., arm: [{score, update}, one for each round]}; arms are called in turn."""
     bench = Bench(given)
@@ -170,31 +158,12 @@ def memory(given: dict[str, Any]) -> dict[str, Any]:
     return {"peak": int(peak[1]) * 1024}
 
 
-def profile(given: dict[str, Any]) -> dict[str, Any]:
-    """Return {arm: [[operation, calls, own seconds], the longest first]} of one step on a CPU."""
-    bench, found = Bench(given), {}
-    for arm in ARMS:
-        bench.packing(arm, given["budget"])
-        bench.step()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
-            seconds, _, _ = bench.step()
-        events = sorted(recorded.key_averages(), key=lambda one: -one.self_cpu_time_total)
-        rows = [[one.key, one.count, one.self_cpu_time_total / 1e6] for one in events]
-        found[arm] = {"seconds": seconds, "operations": rows[:40]}
-    return found
-
-
-def _now() -> float:
-    torch.cuda.synchronize()  # does nothing on a CPU
-    return time.perf_counter()
-
-
 def main(specification: Path, result: Path) -> None:
     given = json.loads(specification.read_text(encoding="utf-8"))
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    works = {one.__name__: one for one in (write, times, memory, profile)}
-    result.write_text(json.dumps(works[given["work"]](given)), encoding="utf-8")
+    work = {"times": times, "memory": memory}[given["work"]]
+    result.write_text(json.dumps(work(given)), encoding="utf-8")
 
 
 if __name__ == "__main__":
