@@ -172,7 +172,7 @@ $(GPU_STAMP): tools/constraints-gpu.txt tools/overrides-gpu.txt pyproject.toml s
 	echo $$(( $$(date +%s) - start )) > $@
 
 check-cuda-environment: $(GPU_STAMP) ## check .venv-gpu: imports, modules and names of weights; needs no GPU
-	$(GPU)/bin/python tools/check_cuda_environment.py --json $(GPU)/checks.json
+	$(GPU)/bin/python tools/check_cuda_environment.py
 
 clean: ## remove everything that make has created, except runs/
 	rm -rf .venv $(AUDIT) $(GPU) $(AGENTS) $(PROGRAMS) $(OPENHANDS) build megatron_stppo/_csrc*.so *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

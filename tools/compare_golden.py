@@ -20,10 +20,8 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +32,8 @@ from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
-ROOT = Path(__file__).parents[1]
+from tools.processes import ROOT, run
+
 CONFIG = ROOT / "examples" / "quickstart" / "config.yaml"
 # Metrics that depend on time or on the machine.
 MEASURED = re.compile(r"seconds|share/|per_second|memory|gpu/|mfu/|straggler|time")
@@ -47,33 +46,12 @@ LAYOUTS = {
     "experts": ("parallel.tensor=1", "parallel.expert=2", "algorithm.routing_replay=old_policy"),
 }
 # Steps on batches that have become stale; the name of the case stays that of older records.
-STALE = (
-    "parallel.tensor=1",
-    "rollout.tasks_per_iteration=16",
-    "rollout.samples_per_task=4",
-    "update.minibatches=4",
-    "update.epochs=2",
-    "update.actor.lr=0.0006",
-    "update.critic.lr=0.0018",
-    "run.iterations=2",
-    "run.evaluate_every=2",
-    "run.checkpoint_every=1",
-    "run.dump=none",
-    "evaluate.samples=1",
-    "algorithm.preset=st_ppo",
-    "run.seed=0",
-)
-# Fields that the mixture of experts takes from the dense model's config.json.
-SAME = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "tie_word_embeddings",
-)
+STALE = [
+    *("parallel.tensor=1", "algorithm.preset=st_ppo", "update.minibatches=4", "update.epochs=2"),
+    *("rollout.tasks_per_iteration=16", "rollout.samples_per_task=4", "evaluate.samples=1", "run.seed=0"),
+    *("update.actor.lr=0.0006", "update.critic.lr=0.0018", "run.iterations=2", "run.evaluate_every=2"),
+    *("run.checkpoint_every=1", "run.dump=none"),
+]
 
 
 class Side:
@@ -99,27 +77,21 @@ class Side:
         """Return {case: {"rows": of metrics.jsonl, "weights": {tensor: digest}}} of every case."""
         self.prepare()
         cases = {name: self._case(name, 2, *SHORT, *SMALL, *fields) for name, fields in LAYOUTS.items()}
-        cases["resumed"] = self._resumed("data")
+        ended = shutil.ignore_patterns("exported", "exit.json", "step_3")
+        runs = self.folder / "runs"
+        if not (runs / "resumed").exists():  # the last iteration again, from the checkpoint before it
+            shutil.copytree(runs / "data", runs / "resumed", ignore=ended)
+        cases["resumed"] = self._case("resumed", 2, *SHORT, *SMALL, *LAYOUTS["data"], "--resume")
         return cases | {"study": self._case("study", 1, *STALE)}
 
     def _case(self, name: str, ranks: int, *overrides: str) -> dict[str, Any]:
         model = self.folder / ("experts" if name == "experts" else "dense")
-        fields = (*self._fields(), *overrides, f"model.path={model}", f"run.name={name}")
+        fields = (*self._fields(), f"model.path={model}", f"run.name={name}", *overrides)
         if not (self.folder / "runs" / name / "exported").exists():
-            shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
+            if "--resume" not in overrides:
+                shutil.rmtree(self.folder / "runs" / name, ignore_errors=True)
             self._package(name, "train", ranks, *fields)
         return self._read(name)
-
-    def _resumed(self, source: str) -> dict[str, Any]:
-        """Train the last iteration of `source` again, from the checkpoint before it."""
-        runs = self.folder / "runs"
-        if not (runs / "resumed" / "exported").exists():
-            shutil.rmtree(runs / "resumed", ignore_errors=True)
-            ended = shutil.ignore_patterns("exported", "exit.json", "step_3")
-            shutil.copytree(runs / source, runs / "resumed", ignore=ended)
-            fields = (*SHORT, *SMALL, *LAYOUTS[source], f"model.path={self.folder / 'dense'}")
-            self._package("resumed", "train", 2, *self._fields(), *fields, "run.name=resumed", "--resume")
-        return self._read("resumed")
 
     def _read(self, name: str) -> dict[str, Any]:
         run = self.folder / "runs" / name
@@ -145,11 +117,7 @@ class Side:
         print(f"{self.folder.name}: {name}", file=sys.stderr)
         log = self.folder / "logs" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        with log.open("w", encoding="utf-8") as out:
-            status = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out).returncode
-        if status:
-            raise SystemExit(f"{name} ended with exit code {status}: see {log}")
+        run(command, {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, log=log)
 
 
 def write_experts(dense: Path, folder: Path) -> None:
@@ -158,17 +126,16 @@ def write_experts(dense: Path, folder: Path) -> None:
 
     torch.manual_seed(0)
     sizes = transformers.AutoConfig.from_pretrained(dense, trust_remote_code=False).to_dict()
+    same = "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
     shape = transformers.Qwen3MoeConfig(
-        **{name: sizes[name] for name in SAME},
+        **{name: sizes[name] for name in (*same.split(), "max_position_embeddings", "tie_word_embeddings")},
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         intermediate_size=64,
     )
     transformers.Qwen3MoeForCausalLM(shape).save_pretrained(folder)
-    for file in dense.glob("*token*"):
-        shutil.copy(file, folder)
-    for file in dense.glob("chat_template*"):
+    for file in (*dense.glob("*token*"), *dense.glob("chat_template*")):
         shutil.copy(file, folder)
 
 
@@ -186,23 +153,19 @@ def digests(folder: Path) -> dict[str, str]:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return one line per number or tensor that is not the same on both sides."""
-    out = []
-    for case in sorted(before.keys() | after.keys()):
-        if case not in before or case not in after:
-            out.append(f"{case}: only {'recorded' if case in before else 'compared'}")
-            continue
-        old, new = before[case], after[case]
-        if len(old["rows"]) != len(new["rows"]):
-            out.append(f"{case}: {len(old['rows'])} rows recorded, {len(new['rows'])} compared")
-        pairs = zip(old["rows"], new["rows"], strict=False)
-        for number, (a, b) in enumerate(pairs):
-            for key in sorted(a.keys() | b.keys()):
-                if repr(a.get(key)) != repr(b.get(key)):  # NaN equals NaN, 0.0 is not -0.0
-                    out.append(f"{case}: row {number}, {key}: {a.get(key)!r} -> {b.get(key)!r}")
-        for name in sorted(old["weights"].keys() | new["weights"].keys()):
-            if old["weights"].get(name) != new["weights"].get(name):
-                out.append(f"{case}: weights of {name} differ")
-    return out
+    old, new = flat(before), flat(after)
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return [f"{name}: {old.get(name, 'missing')} -> {new.get(name, 'missing')}" for name in names]
+
+
+def flat(results: dict[str, Any]) -> dict[str, str]:
+    """Return the numbers and digests by place, as text: NaN equals NaN, and 0.0 is not -0.0."""
+    found = {}
+    for case, side in results.items():
+        for number, row in enumerate(side["rows"]):
+            found |= {f"{case}: row {number}, {key}": repr(value) for key, value in row.items()}
+        found |= {f"{case}: weights of {name}": digest for name, digest in side["weights"].items()}
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -217,7 +180,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = folder / "record.json"
     if given.what == "compare" and not record.exists():
         parser.error(f"{record} does not exist; call `record {given.folder}` with the code before the change")
-    results = Side(folder / given.what).results()
+    try:
+        results = Side(folder / given.what).results()
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
     if given.what == "record":
         record.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         print(f"{len(results)} cases in {record}")

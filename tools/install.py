@@ -9,80 +9,48 @@ the standard library.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import re
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Byte code is written when a module is first imported. Most installed modules are never imported.
 PIP = ("-m", "pip", "install", "--no-deps", "--no-compile", "--prefer-binary", "--progress-bar", "off")
-STARTED = ("Collecting ", "Requirement already satisfied: ")
+STARTED = re.compile(r"(?:Collecting|Requirement already satisfied:) (\S+)|Installing collected packages")
 
 
 def main(lock: Path, processes: int) -> int:
     """Install everything and return pip's exit status. If a pip process fails, print its last lines."""
-    requirements = read(lock)
-    shares = [requirements[i::processes] for i in range(processes)]
-    report = Report(len(requirements))
-    print(f"installing {len(requirements)} packages, {processes} pip processes", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        workers = [Worker(share, Path(folder) / f"{i}.txt", report) for i, share in enumerate(shares)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    return max(worker.status for worker in workers)
-
-
-def read(lock: Path) -> list[str]:
-    """Return the requirements in the file's order: largest first, so that they can be assigned in turn."""
+    # the file's order is the largest first, so that they can be assigned in turn
     lines = (line.partition("#")[0].strip() for line in lock.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line]
+    requirements = [line for line in lines if line]
+    print(f"installing {len(requirements)} packages, {processes} pip processes", flush=True)
+    report = functools.partial(install, done=itertools.count(1), total=len(requirements))
+    with ThreadPoolExecutor(processes) as pool:
+        return max(pool.map(report, [requirements[i::processes] for i in range(processes)]))
 
 
-class Report:
-    """Print one line per package."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done, self._started, self._lock = total, 0, time.monotonic(), threading.Lock()
-
-    def line(self, text: str, packages: int = 0) -> None:
-        with self._lock:
-            self._done += packages
-            seconds = time.monotonic() - self._started
-            print(f"  {seconds:4.0f} s  {self._done:3}/{self._total}  {text}", flush=True)
-
-
-class Worker(threading.Thread):
-    """A thread that runs pip for its share of the requirements."""
-
-    def __init__(self, requirements: Sequence[str], file: Path, report: Report) -> None:
-        super().__init__()
-        file.write_text("\n".join(requirements) + "\n", encoding="utf-8")
-        self._file, self._report = file, report
-        self.status = 1
-
-    def run(self) -> None:
-        command = [sys.executable, *PIP, "-r", str(self._file)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
-        ) as process:
-            assert process.stdout is not None
-            tail: list[str] = []
-            for line in process.stdout:
-                tail = [*tail[-15:], line.rstrip()]
-                if line.startswith(STARTED):
-                    name = line.removeprefix(STARTED[0]).removeprefix(STARTED[1]).split()[0]
-                    self._report.line(name, packages=1)
-                elif line.startswith("Installing collected packages"):
-                    self._report.line("unpacking")
-        self.status = process.returncode
-        if self.status:
-            self._report.line("pip failed:\n" + "\n".join(tail))
+def install(requirements: Sequence[str], done: Iterator[int], total: int) -> int:
+    """Run pip for a share of the requirements, print a line for each, and return pip's exit status."""
+    command, tail, begun = [sys.executable, *PIP, *requirements], list[str](), time.monotonic()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, encoding="utf-8"
+    ) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            tail = [*tail[-15:], line.rstrip()]
+            if started := STARTED.match(line):
+                what = f"{next(done):3}/{total}  {started[1]}" if started[1] else "unpacking"
+                print(f"  {time.monotonic() - begun:4.0f} s  {what}", flush=True)
+    if pip.returncode:
+        print("pip failed:\n" + "\n".join(tail), flush=True)
+    return pip.returncode
 
 
 if __name__ == "__main__":

@@ -38,14 +38,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from tools.cuda_environment.installed import plain  # noqa: E402
-from tools.offline import rehearsal  # noqa: E402
-from tools.offline.fatbin import without_other_architectures  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
+
+from tools.cuda_environment.packages import pinned
+from tools.offline import rehearsal
+from tools.offline.fatbin import without_other_architectures
+from tools.processes import ROOT, run
 
 LOCK = ROOT / "tools" / "lock-offline.txt"
-TORCH = "2.11.0"
+TORCH, GIT = "2.11.0", ("git", "-C", str(ROOT))
 # of vLLM: other attention than FlashAttention 3, its server, kernels for quantised weights
 SMALL = (
     *("vllm-rs", "third_party/deep_gemm", "vllm_flash_attn/_vllm_fa2_C.abi3.so"),
@@ -78,14 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.command == "rehearse":
             return rehearsal.rehearse(folder.resolve(), given.python, TORCH, given.present)
         build(folder.resolve(), present, given)
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError, RuntimeError, subprocess.CalledProcessError) as error:
         print(f"offline_bundle: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def build(output: Path, present: dict[str, str], given: argparse.Namespace) -> None:
-    """Write the bundle. Raises OSError, ValueError or CalledProcessError."""
+    """Write the bundle. Raises OSError, ValueError, RuntimeError or CalledProcessError."""
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output {output}: is not empty; remove it, or choose another folder")
     output.mkdir(parents=True, exist_ok=True)
@@ -94,17 +95,8 @@ def build(output: Path, present: dict[str, str], given: argparse.Namespace) -> N
         stage = Path(scratch) / "packages"
         say(f"{len(wanted)} packages: {' '.join(wanted)}")
         pip = (given.python, "-m", "pip")
-        run(
-            *pip,
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--no-compile",
-            "--only-binary=:all:",
-            "--target",
-            stage,
-            *wanted,
-        )
+        options = ["--quiet", "--no-deps", "--no-compile", "--only-binary=:all:", "--target", stage]
+        run([*pip, "install", *options, *wanted])
         say(f"{trim(stage, given.architecture, given.small) >> 20} MiB for other architectures removed")
         repository = Path(scratch) / "megatron_stppo"
         add_repository(repository, Path(scratch) / "wheel", pip, given.architecture)
@@ -113,18 +105,12 @@ def build(output: Path, present: dict[str, str], given: argparse.Namespace) -> N
         streams["model"] = write_stream(
             output, "model", [model_file()], given.part_mib, "megatron_stppo/runs/models"
         )
-    release = subprocess.run(
-        [given.python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"],
-        capture_output=True,
-        text=True,
-        check=True,
-        encoding="utf-8",
-    ).stdout.strip()
+    version = output_of(given.python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])")
     manifest = {
-        "python": release,
+        "python": version.decode().strip(),
         "torch": TORCH,
         "architecture": given.architecture,
-        "commit": git("rev-parse", "HEAD").decode().strip(),
+        "commit": output_of(*GIT, "rev-parse", "HEAD").decode().strip(),
         "packages": wanted,
         "streams": streams,
     }
@@ -134,8 +120,7 @@ def build(output: Path, present: dict[str, str], given: argparse.Namespace) -> N
 
 def listed(path: Path) -> dict[str, str]:
     """Return {name: version} of the lines NAME==VERSION. Raises ValueError if there is none."""
-    lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
-    found = {plain(name): version for name, _, version in (line.partition("==") for line in lines) if version}
+    found = pinned(path)
     if not found:
         raise ValueError(f"{path}: has no line NAME==VERSION; write it with `pip list --format=freeze`")
     return found
@@ -172,12 +157,12 @@ def add_repository(folder: Path, scratch: Path, pip: Sequence[str], architecture
     """Write the files of the last commit, with csrc/ compiled for that Python and architecture."""
     folder.mkdir()
     archive = folder.with_suffix(".tar")
-    archive.write_bytes(git("archive", "HEAD"))
+    archive.write_bytes(output_of(*GIT, "archive", "HEAD"))
     with tarfile.open(archive) as files:
         files.extractall(folder, filter="data")
     say("compiling csrc/")
-    archs = f"STPPO_CUDA_ARCHS={architecture}{'a' if architecture >= 90 else ''}"
-    run("env", archs, *pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch, folder)
+    archs = f"{architecture}{'a' if architecture >= 90 else ''}"
+    run([*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch, folder], {"STPPO_CUDA_ARCHS": archs})
     (wheel,) = scratch.glob("*.whl")
     shutil.unpack_archive(wheel, scratch, "zip")
     for library in (scratch / "megatron_stppo").glob("*.so"):
@@ -225,12 +210,8 @@ def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return None if "__pycache__" in entry.name else entry
 
 
-def git(*arguments: str) -> bytes:
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, check=True).stdout
-
-
-def run(*line: Any) -> None:
-    subprocess.run([str(word) for word in line], check=True)
+def output_of(*line: str) -> bytes:
+    return subprocess.run(line, capture_output=True, check=True).stdout
 
 
 def say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""Whole runs: the project that `init` writes, and SmolLM2-135M-Instruct on word problems of examples/smollm2."""
+"""Whole runs: the project that `init` writes, and SmolLM2-135M-Instruct on word problems."""
 
 from __future__ import annotations
 
