@@ -73,7 +73,7 @@ def check_layouts(
     settings = open_config(config, overrides, "check-layouts")
     with uncollected():
         process.prepare(engine=False)
-        from megatron_stppo.evidence.layouts.check import check_layouts as check
+        from megatron_stppo.evidence.layouts.comparison import check_layouts as check
 
     raise typer.Exit(int(check(settings, output) > 0))
 
@@ -154,9 +154,8 @@ def verify(
     settings = open_config(config, overrides, "verify")
     if output is not None:
         checks.check_folder("--json", output.parent)
-    run = settings.run.model_copy(update={"name": f"{settings.run.name[:57]}-verify"})
-    settings = settings.model_copy(update={"run": run})
-    mark = run.folder / MARK
+    settings = settings.changed(run={"name": f"{settings.run.name[:57]}-verify"})
+    mark = settings.run.folder / MARK
     if not mark.exists():
         run_folder.check_new(settings, "`verify` would remove it; move it, or give another run.name")
     if settings.serving.replicas is not None:
@@ -164,12 +163,13 @@ def verify(
     lock(settings)
     if is_first_rank():
         mark.touch()
-        shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)  # of a `verify` that was killed
-    from megatron_stppo.evidence.verify.depth import reduced
+        # those of a `verify` that was killed
+        shutil.rmtree(settings.run.folder / "checkpoints", ignore_errors=True)
+    from megatron_stppo.evidence.bench.depth import reduced
 
     settings = reduced(settings, layers)
     assemble = import_assembly(settings)
-    from megatron_stppo.evidence.verify.check import verify as check
+    from megatron_stppo.evidence.verify import verify as check
 
     with naming_a_full_disk(settings.run.folder):
         raise typer.Exit(int(not check(settings, assemble, output)))

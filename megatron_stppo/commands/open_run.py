@@ -39,7 +39,7 @@ def open_config(
     if world is None:
         process.discover()
     config = load(path, overrides).beside(modules or path.parent)
-    from megatron_stppo.validation import checks, lora, model_layout, model_weights, run_folder
+    from megatron_stppo.validation import checks, lora, model_folder, model_layout, run_folder
 
     if checkpoint and command in ("convert", "evaluate"):  # of the run itself
         config = run_folder.with_own_model(config, overrides or [])
@@ -52,7 +52,7 @@ def open_config(
     checks.check(checked, ranks, command)
     for note in (
         lora.base_note(checked),
-        model_weights.left_out(config.model.path, read_shape(config.model.path)),
+        model_folder.left_out(config.model.path, read_shape(config.model.path)),
     ):
         if note:
             say(note, is_first_rank())

@@ -3,7 +3,7 @@
 They are checked without torch; file.py reads the file.
 
 Every section belongs to the stage of the same name. `megatron:` is passed to megatron's TransformerConfig
-unchanged, if validation/megatron_fields.py accepts it.
+unchanged, if validation/passed_on.py accepts it.
 """
 
 from __future__ import annotations
@@ -148,8 +148,7 @@ class Config(Section):
         model.reference_path as model.path, if it is given."""
         if self.model.reference_path is None:
             return self
-        changed = {"path": self.model.reference_path, "lora": LoraConfig()}
-        return self.model_copy(update={"model": self.model.model_copy(update=changed)})
+        return self.changed(model={"path": self.model.reference_path, "lora": LoraConfig()})
 
     @property
     def replays_rollout(self) -> bool:
@@ -172,12 +171,11 @@ class Config(Section):
         It has no model.lora.path: the checkpoint has all adapters, so that the folder need not exist. Rank,
         alpha and targets are those of the section; config/file.py has completed them.
         """
-        lora = self.model.lora.model_copy(update={"path": None})
-        return self.model_copy(update={"model": self.model.model_copy(update={"lora": lora})})
+        return self.changed(model={"lora": {"path": None}})
 
     def beside(self, folder: Path) -> Config:
         """Return a copy whose fields may name modules of this folder, that of the file."""
-        return self.model_copy(update={"environment": self.environment.beside(folder)})
+        return self.changed(environment=self.environment.beside(folder))
 
     def dump(self) -> str:
         """Return the resolved configuration as YAML; loading it gives an equal Config."""

@@ -103,8 +103,7 @@ def validate(raw: dict[str, Any]) -> Config:
         config = Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError("\n".join(dict.fromkeys(_explain(e) for e in error.errors()))) from None
-    model = config.model.model_copy(update={"lora": peft_folder.completed(config.model.lora)})
-    return config.model_copy(update={"model": model})
+    return config.changed(model={"lora": peft_folder.completed(config.model.lora)})
 
 
 class _Plain(yaml.SafeLoader):

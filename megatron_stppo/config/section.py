@@ -70,6 +70,20 @@ class Section(BaseModel):
         enforce(self.rules())
         return self
 
+    def changed(self, **given: Any) -> Self:
+        """Return a copy with these values, which are not checked. A dict changes fields of a section.
+
+        Example: changed(run={"seed": 1}, parallel=ParallelConfig(tensor=2)).
+        """
+        own = {name: getattr(self, name) for name in given}
+        update = {
+            name: own[name].changed(**value)
+            if isinstance(own[name], Section) and isinstance(value, dict)
+            else value
+            for name, value in given.items()
+        }
+        return self.model_copy(update=update)
+
     def absolute(self) -> Self:
         """Return a copy whose relative paths begin at the root: they are relative to the current folder."""
         given = {name: getattr(self, name) for name in type(self).model_fields}

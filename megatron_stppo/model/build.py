@@ -52,7 +52,7 @@ def transformer_config(
     """Return megatron's configuration of a model of this shape.
 
     Fields under `megatron:` in the run's configuration override the values that are set here. Fields that
-    would give another network have been refused (validation/megatron_fields.py).
+    would give another network have been refused (validation/passed_on.py).
     """
     on_cpu = not torch.cuda.is_available()
     recompute: dict[str, Any] = {}

@@ -34,7 +34,7 @@ from megatron_stppo.rollout.vllm.vllm_setup import EngineSettings
 from megatron_stppo.training.resampling import resampled
 from megatron_stppo.training.rollouts import rollout_settings, seed_of
 from megatron_stppo.validation import model_layout
-from megatron_stppo.validation.serving import check_resumed
+from megatron_stppo.validation.run_folder import check_resumed
 from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from megatron_stppo.weights.sharding.low_rank import served_adapters, transfer

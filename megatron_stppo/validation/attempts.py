@@ -55,8 +55,7 @@ def as_begun(config: Config, run: Path) -> Config:
     first = attempt_path(run, 1)
     if not first.exists():
         return config
-    iterations = load(first).run.iterations
-    return config.model_copy(update={"run": config.run.model_copy(update={"iterations": iterations})})
+    return config.changed(run={"iterations": load(first).run.iterations})
 
 
 def say_changes(config: Config) -> None:

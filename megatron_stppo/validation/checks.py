@@ -17,7 +17,7 @@ from megatron_stppo.config import Config, ConfigError, old_logprob, user_code
 from megatron_stppo.config.algorithm import GROUPED
 from megatron_stppo.config.section import Rule, enforce
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.validation import lora, megatron_fields, model_folder, serving, vllm_fields
+from megatron_stppo.validation import lora, model_folder, passed_on
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
@@ -53,7 +53,7 @@ def check(config: Config, world_size: int, command: str) -> None:
         check_output(config)
     layout = check_parallel(config, world_size)
     if command == "plan" or plays(config, command):
-        check_engine(config if command in SERVED else _with_own_engines(config), world_size)
+        check_engine(config if command in SERVED else config.changed(serving={"replicas": None}), world_size)
         check_context(config)
     if command in (*ROLLS_OUT, "cold-start"):
         model_folder.check_chat_template(config)
@@ -66,10 +66,10 @@ def check(config: Config, world_size: int, command: str) -> None:
     if command == "train":
         check_reporters(config)
     enforce(old_logprob.rules(config.update, config.algorithm))
-    enforce((*_steps(config), *_critic(config, command), *serving.rules(config)))
+    enforce((*_steps(config), *_critic(config, command)))
     lora.check(config)
-    megatron_fields.check(config)
-    vllm_fields.check(config)
+    passed_on.check_megatron(config)
+    passed_on.check_vllm(config)
     _check_own_functions(config)
 
 
@@ -102,10 +102,6 @@ def data_files(config: Config, command: str) -> tuple[str, ...]:
     during = ("evaluate",) if command == "train" and config.run.evaluate_every else ()
     after = ("train",) if command == "cold-start" and plays(config, command) else ()
     return DATA[command] + during + after
-
-
-def _with_own_engines(config: Config) -> Config:
-    return config.model_copy(update={"serving": config.serving.model_copy(update={"replicas": None})})
 
 
 def plays(config: Config, command: str) -> bool:
@@ -226,7 +222,7 @@ def check_reporters(config: Config) -> None:
 
 
 def _steps(config: Config) -> Iterator[Rule]:
-    """Return the rules about the optimizer steps, and the log-probs that they compare.
+    """Return the rules about the optimizer steps, the log-probs that they compare, and the experts.
 
     Those of the engine are of the tokens that nucleus sampling keeps, the trainer's of the whole vocabulary.
     """
@@ -245,6 +241,13 @@ def _steps(config: Config) -> Iterator[Rule]:
         f"algorithm.rate_profile={a.rate_profile}: has {factors} factors, but an iteration has update.epochs="
         f"{update.epochs} * update.minibatches={update.minibatches} = {steps} optimizer steps",
         f"give {steps} factors, or change the number of steps",
+    )
+    serving = config.serving
+    yield Rule(
+        serving.replicas is not None and serving.update == "recompute" and config.replays_rollout,
+        "serving.update=recompute with algorithm.routing_replay=rollout: the tokens of a turn would have "
+        "experts of several versions",
+        "set serving.update=drain or complete, or algorithm.routing_replay=old_policy",
     )
 
 

@@ -1,10 +1,13 @@
-"""Check that model.path has what a command reads from it: configuration, tokenizer, chat template.
+"""Check that model.path has what a command reads from it: configuration, tensors, tokenizer, chat template.
 
-Does not import torch. Every function raises ConfigError with field, value and remedy.
+The tensors are compared with config.json, but not read. Otherwise a tensor that is larger than config.json
+says would be cut, and one that nothing reads, such as a bias or the scales of quantised weights, would be
+ignored. Does not import torch. Every function raises ConfigError with field, value and remedy.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,12 +20,24 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.text.tokenizer_files import ENDS, SETTINGS, chat_templates, json_object
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_layout import check_model_layout
-from megatron_stppo.validation.model_weights import check_weights
 from megatron_stppo.weights.sharding.hf_fields import check_only
-from megatron_stppo.weights.sharding.hf_names import read_fields, read_shape
+from megatron_stppo.weights.sharding.hf_files import INDEX, SINGLE, entries, in_files, same_bytes
+from megatron_stppo.weights.sharding.hf_names import (
+    EMBEDDING,
+    HEAD,
+    ModelShape,
+    hf_shapes,
+    read_fields,
+    read_shape,
+)
 
 USER = {"role": "user", "content": "a"}
 CHATS = ([USER], [{"role": "system", "content": "a"}, USER])  # a usable template renders one of them
+TYPES = ("BF16", "F16", "F32", "F64")
+# transformers computes these buffers again, and ignores those of old checkpoints
+BUFFERS = re.compile(r"rotary_emb\.inv_freq")
+# the value head of a critic, and the heads of reward models, which a critic replaces by its own
+OTHER_HEADS = re.compile(r"(score|v_head|classifier)\..*")
 
 
 def check_model(config: Config) -> None:
@@ -49,6 +64,63 @@ def _check_folder(field: str, folder: Path, critic: bool = False) -> None:
     check_weights(field, folder, shape, critic)
     if not critic:
         check_only(folder, read_fields(folder), "architectures", shape.architecture)
+
+
+def check_weights(field: str, folder: Path, shape: ModelShape, critic: bool = False) -> None:
+    """Raise ConfigError unless the folder has exactly the tensors of a model of this shape.
+
+    critic: whether the model's head is not read. A folder without weights passes: `plan` needs none, and
+    loading them reports the absence.
+    """
+    if not any((folder / name).exists() for name in (SINGLE, INDEX)):
+        return
+    where, wanted = f"{field}={folder}", hf_shapes(shape, "none" if critic else "vocabulary")
+    held = {
+        key: entry
+        for key, entry in entries(folder, shape).items()
+        if not BUFFERS.search(key) and not key.startswith(shape.left_out)
+    }
+    if critic:
+        held = {key: entry for key, entry in held.items() if key != HEAD and not OTHER_HEADS.match(key)}
+    elif shape.tied and HEAD in held and EMBEDDING in held:
+        if not same_bytes(held[HEAD], held[EMBEDDING]):  # transformers does not tie other heads
+            raise ConfigError(
+                f"{where}: tie_word_embeddings=true, but {HEAD!r} differs from {EMBEDDING!r}; set "
+                "tie_word_embeddings=false in config.json"
+            )
+        del held[HEAD]
+    for key, entry in held.items():
+        if entry.dtype not in TYPES:
+            raise ConfigError(
+                f"{where}: tensor {key!r} has type {entry.dtype}, and quantised weights are not supported; "
+                "use the model's folder in bfloat16, or dequantise it"
+            )
+    if absent := sorted(wanted.keys() - held.keys()):
+        raise ConfigError(
+            f"{where}: has no tensor {absent[0]!r} ({len(absent)} of {len(wanted)} are missing); the "
+            "checkpoint is not complete, or its config.json is of another model"
+        )
+    for key, size in wanted.items():
+        if held[key].shape != size:
+            raise ConfigError(
+                f"{where}: tensor {key!r} has shape {[*held[key].shape]}, its config.json gives {[*size]}; "
+                "correct config.json"
+            )
+    if unread := sorted(held.keys() - wanted.keys()):
+        raise ConfigError(
+            f"{where}: tensor {unread[0]!r} ({len(unread)} in all) does not belong to a model of its "
+            "config.json and would be ignored; correct config.json, or remove it"
+        )
+
+
+def left_out(folder: Path, shape: ModelShape) -> str:
+    """Return a line that says which tensors of the folder are not read, or "" if all are."""
+    if not any((folder / name).exists() for name in (SINGLE, INDEX)):
+        return ""
+    names = [entry.key for entry in in_files(folder)]
+    counts = {prefix: sum(name.startswith(prefix) for name in names) for prefix in shape.left_out}
+    left = [f"{count} tensors {prefix}*" for prefix, count in counts.items() if count]
+    return f"model.path={folder}: left out are {' and '.join(left)}; only text is trained" if left else ""
 
 
 def check_reference(config: Config, layout: Layout, tokenizers: bool = True) -> None:

@@ -5,57 +5,89 @@ Uses neither torch nor a process group. Every function raises ConfigError with f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_stppo.config import Config, ConfigError, ParallelConfig
+from megatron_stppo.config.section import Rule, enforce
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 
 def check_parallel(config: Config, world_size: int) -> Layout:
     """Return the training layout. Raises ConfigError unless it fits the ranks and the model."""
-    parallel = config.parallel
-    if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError(
-            "parallel.sequence=true: there is nothing to split with parallel.tensor=1; set it to false"
-        )
-    shape, layout = read_shape(config.model.path), Layout.of_world(world_size, parallel)
+    parallel, shape = config.parallel, read_shape(config.model.path)
+    problem = "parallel.sequence=true: there is nothing to split with parallel.tensor=1"
+    enforce([Rule(parallel.sequence and parallel.tensor == 1, problem, "set it to false")])
+    layout = Layout.of_world(world_size, parallel)
     check_model_layout(shape, parallel, layout)
-    if config.model.layers == "transformer_engine" and shape.only_local:
-        raise ConfigError(
-            f"model.layers=transformer_engine: only local layers have {shape.only_local} (model_type="
-            f"{shape.family}); set it to local"
-        )
-    for role, given in {"actor": config.update.actor, "critic": config.update.critic}.items():
-        if shape.float32 and not given.distributed:
-            raise ConfigError(
-                f"update.{role}.distributed=false: weights of model_type={shape.family} have two types in "
-                "bfloat16; megatron saves only a distributed optimizer of such; set it to true"
-            )
-    if config.algorithm.routing_replay != "off" and not shape.experts:
-        raise ConfigError(
-            f"algorithm.routing_replay={config.algorithm.routing_replay}: the model has no experts; "
-            "set it to off"
-        )
+    enforce(_model_type(config, shape))
     return layout
+
+
+def _model_type(config: Config, shape: ModelShape) -> Iterator[Rule]:
+    """Return the rules about fields that models of a type exclude."""
+    replay = config.algorithm.routing_replay
+    yield Rule(
+        bool(shape.only_local) and config.model.layers == "transformer_engine",
+        f"model.layers=transformer_engine: only local layers have {shape.only_local} "
+        f"(model_type={shape.family})",
+        "set it to local",
+    )
+    for role in ("actor", "critic"):
+        yield Rule(
+            bool(shape.float32) and not config.update.optimizer(role).distributed,
+            f"update.{role}.distributed=false: weights of model_type={shape.family} have two types in "
+            "bfloat16; megatron saves only a distributed optimizer of such",
+            "set it to true",
+        )
+    yield Rule(
+        replay != "off" and not shape.experts,
+        f"algorithm.routing_replay={replay}: the model has no experts",
+        "set it to off",
+    )
 
 
 def check_model_layout(shape: ModelShape, parallel: ParallelConfig, layout: Layout) -> None:
     """Raise ConfigError unless megatron can divide a model of this shape so."""
     check_layout(shape, parallel.tensor)
     check_stages(shape, layout)
-    check_experts(shape, parallel)
-    check_recurrent(shape, parallel)
+    enforce(of_layers(shape, parallel))
 
 
-def check_recurrent(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Raise ConfigError for context parallelism of a model with recurrent layers."""
-    if shape.recurrent_layers and parallel.context > 1:
-        raise ConfigError(
-            f"parallel.context={parallel.context}: {shape.recurrent_layers} of the model's {shape.layers} "
-            "layers are recurrent: they pass a state from token to token; set it to 1, and raise "
-            "parallel.tensor instead"
+def of_layers(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Rule]:
+    """Return the rules about the parallelism of experts and of recurrent layers."""
+    works = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
+    yield Rule(
+        shape.experts % parallel.expert > 0,
+        f"parallel.expert={parallel.expert} must divide the model's {shape.experts} experts",
+        f"choose from {works}",
+    )
+    yield Rule(
+        not shape.experts and parallel.expert > 1,
+        f"parallel.expert={parallel.expert}: the model has no experts",
+        "set it to 1",
+    )
+    yield Rule(
+        bool(shape.experts) and parallel.tensor > 1 and not parallel.sequence,
+        f"parallel.sequence=false: with parallel.tensor={parallel.tensor} megatron trains experts under "
+        "sequence parallelism only",
+        "set it to true",
+    )
+    sizes = {"hidden_size": (shape.hidden, 8), shape.ffn_field: (shape.ffn, 8 * parallel.tensor)}
+    for name, (size, unit) in sizes.items():
+        yield Rule(
+            bool(shape.experts) and size % unit > 0,
+            f"model.{name}={size}: the products of experts need a multiple of {unit} with "
+            f"parallel.tensor={parallel.tensor}",
+            "use a smaller parallel.tensor, or another model",
         )
+    yield Rule(
+        bool(shape.recurrent_layers) and parallel.context > 1,
+        f"parallel.context={parallel.context}: {shape.recurrent_layers} of the model's {shape.layers} "
+        "layers are recurrent: they pass a state from token to token",
+        "set it to 1, and raise parallel.tensor instead",
+    )
 
 
 def check_engine(config: Config, world_size: int) -> None:
@@ -94,7 +126,7 @@ def with_fitting_layout(config: Config, world_size: int) -> Config:
     try:
         Layout.of_world(world_size, config.parallel)
     except ConfigError:
-        return config.model_copy(update={"parallel": ParallelConfig()})
+        return config.changed(parallel=ParallelConfig())
     return config
 
 
@@ -105,8 +137,7 @@ def check_layout(
 
     field: the name of the configuration field in the error message.
     """
-    reason = _obstacle(shape, tensor, serving)
-    if reason:
+    if reason := _obstacle(shape, tensor, serving):
         works = [t for t in range(1, max(8, tensor) + 1) if not _obstacle(shape, t, serving)]
         raise ConfigError(f"{field}={tensor} {reason}; choose {_listed(works)}")
 
@@ -114,10 +145,10 @@ def check_layout(
 def check_stages(shape: ModelShape, layout: Layout) -> None:
     """Raise ConfigError unless the layers can be divided among pipeline ranks and their model chunks."""
     ends = {"first_stage_layers": layout.first_stage_layers, "last_stage_layers": layout.last_stage_layers}
-    given = "".join(f", parallel.{name}={value}" for name, value in ends.items() if value)
-    if layout.pipeline == 1 and (layout.virtual > 1 or given):
+    uneven = "".join(f", parallel.{name}={value}" for name, value in ends.items() if value)
+    if layout.pipeline == 1 and (layout.virtual > 1 or uneven):
         raise ConfigError(
-            f"parallel.virtual={layout.virtual}{given}: parallel.pipeline=1 has one stage; remove them, "
+            f"parallel.virtual={layout.virtual}{uneven}: parallel.pipeline=1 has one stage; remove them, "
             "or raise parallel.pipeline"
         )
     plain = replace(layout, virtual=1)
@@ -126,9 +157,9 @@ def check_stages(shape: ModelShape, layout: Layout) -> None:
             p for p in range(1, shape.layers + 1) if replace(plain, pipeline=p).stage_sizes(shape.layers)
         ]
         raise ConfigError(
-            f"parallel.pipeline={layout.pipeline}{given} must divide model.num_hidden_layers={shape.layers}"
-            f"{' minus those' if given else ''}; choose {_listed(works) if works else 'other stages'}"
-            + ("" if given else ", or set parallel.first_stage_layers or parallel.last_stage_layers")
+            f"parallel.pipeline={layout.pipeline}{uneven} must divide model.num_hidden_layers={shape.layers}"
+            f"{' minus those' if uneven else ''}; choose {_listed(works) if works else 'other stages'}"
+            + ("" if uneven else ", or set parallel.first_stage_layers or parallel.last_stage_layers")
         )
     if layout.stage_sizes(shape.layers) is None:
         sizes = sorted(set(plain.stage_sizes(shape.layers) or []))
@@ -137,30 +168,6 @@ def check_stages(shape: ModelShape, layout: Layout) -> None:
             f"parallel.virtual={layout.virtual} must divide the {_listed(sizes)} layers of a pipeline rank; "
             f"choose {_listed(works)}"
         )
-
-
-def check_experts(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Raise ConfigError unless megatron can train the experts with this parallelism."""
-    if shape.experts % parallel.expert:
-        works = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
-        raise ConfigError(
-            f"parallel.expert={parallel.expert} must divide the model's {shape.experts} experts; "
-            f"choose from {works}"
-        )
-    if not shape.experts and parallel.expert > 1:
-        raise ConfigError(f"parallel.expert={parallel.expert}: the model has no experts; set it to 1")
-    if shape.experts and parallel.tensor > 1 and not parallel.sequence:
-        raise ConfigError(
-            f"parallel.sequence=false: with parallel.tensor={parallel.tensor} megatron trains experts "
-            "under sequence parallelism only; set it to true"
-        )
-    sizes = {"hidden_size": (shape.hidden, 8), shape.ffn_field: (shape.ffn, 8 * parallel.tensor)}
-    for name, (size, unit) in sizes.items():
-        if shape.experts and size % unit:
-            raise ConfigError(
-                f"model.{name}={size}: the products of experts need a multiple of {unit} with "
-                f"parallel.tensor={parallel.tensor}; use a smaller parallel.tensor, or another model"
-            )
 
 
 def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:

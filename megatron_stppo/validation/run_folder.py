@@ -6,6 +6,7 @@ Uses neither torch nor a process group: every rank checks on its own and gets th
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron_stppo.config.file import read_yaml
 from megatron_stppo.data.text.tokenizer_files import different
 from megatron_stppo.observe.console import say
 from megatron_stppo.observe.run_files import read_rows
-from megatron_stppo.validation import model_folder, serving
+from megatron_stppo.validation import model_folder
 from megatron_stppo.validation.attempts import CONFIG
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
@@ -70,8 +71,8 @@ def finished(config: Config) -> int | None:
 
 def _evaluated(config: Config, step: int) -> bool:
     """Return whether metrics.jsonl has the evaluation of an iteration."""
-    found = read_rows(config.run.folder / "metrics.jsonl")
-    return any(row["iteration"] == step and "evaluate/exact_match" in row for row in found)
+    rows = read_rows(config.run.folder / "metrics.jsonl")
+    return any(row["iteration"] == step and "evaluate/exact_match" in row for row in rows)
 
 
 class _Written(msgspec.Struct):
@@ -114,20 +115,20 @@ def check_model(config: Config, run: Path, checkpoint: str = "latest") -> _Writt
             break
     if written is None:
         return None
-    given = config.model.path
-    shape = json.loads(json.dumps(asdict(read_shape(given))))  # with lists instead of tuples
+    model = config.model.path
+    shape = json.loads(json.dumps(asdict(read_shape(model))))  # with lists instead of tuples
     both = written.shape.keys() & shape.keys() - {"max_positions"}  # other versions have other fields
-    if found := [name for name in both if written.shape[name] != shape[name]]:
-        name = min(found)
+    if others := [name for name in both if written.shape[name] != shape[name]]:
+        name = min(others)
         raise ConfigError(
-            f"model.path={given}: its {name}={shape[name]!r}, that of {path} is {written.shape[name]!r}; "
-            f"{_remedy(given, run)}"
+            f"model.path={model}: its {name}={shape[name]!r}, that of {path} is {written.shape[name]!r}; "
+            f"{_remedy(model, run)}"
         )
-    if other := different(written.tokenizer, given):
+    if other := different(written.tokenizer, model):
         raise ConfigError(
-            f"model.path={given}: its {other} differs from that of {path}; {_remedy(given, run)}"
+            f"model.path={model}: its {other} differs from that of {path}; {_remedy(model, run)}"
         )
-    note = f"{path}: does not record its tokenizer, so that of model.path={given} is not compared with it"
+    note = f"{path}: does not record its tokenizer, so that of model.path={model} is not compared with it"
     say(note, is_first_rank() and not written.tokenizer)
     return written
 
@@ -154,21 +155,20 @@ def with_own_model(config: Config, overrides: list[str]) -> Config:
     The file may have changed since the run, or be another one with its run.name. A model that is no longer
     where the run had it is that of the file.
     """
-    own = model_of(config.run.folder)
-    given = config.model.path
-    if own is None or not own.is_dir() or own.resolve() == given.resolve():
+    own, of_file = model_of(config.run.folder), config.model.path
+    if own is None or not own.is_dir() or own.resolve() == of_file.resolve():
         return config
     if any(text.startswith("model.path=") for text in overrides):
         return config
-    say(f"model.path={own}, that of the run in {config.run.folder}, not {given}", is_first_rank())
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": own})})
+    say(f"model.path={own}, that of the run in {config.run.folder}, not {of_file}", is_first_rank())
+    return config.changed(model={"path": own})
 
 
-def _remedy(given: Path, run: Path) -> str:
+def _remedy(model: Path, run: Path) -> str:
     own = model_of(run)
     if own is None:
         return "give the model that the run began with, or another run.name"
-    if own.resolve() == given.resolve():
+    if own.resolve() == model.resolve():
         return "restore the files of the run's model, or give another run.name"
     return f"give the run's model, model.path={own}, or another run.name"
 
@@ -179,14 +179,41 @@ def _check_checkpoint(config: Config) -> None:
     if written is None:
         return
     wanted = "a critic" if config.needs_critic else "no critic"
-    found = "a critic" if "critic" in written.trainers else "no critic"
-    if wanted != found:
+    held = "a critic" if "critic" in written.trainers else "no critic"
+    if wanted != held:
         raise ConfigError(
             f"algorithm.advantage={config.algorithm.advantage}: trains {wanted}, the newest checkpoint in "
-            f"{run} holds {found}; set algorithm as the run had it, or give another run.name"
+            f"{run} holds {held}; set algorithm as the run had it, or give another run.name"
         )
     if written.ledger is not None:
-        serving.check_resumed(config, written.ledger)
+        check_resumed(config, written.ledger)
+
+
+def check_resumed(config: Config, book: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a run with this ledger in its checkpoint can continue with `config`."""
+    if config.serving.replicas is not None:
+        rollout = config.rollout
+        return check_open(book, rollout.tasks_per_iteration, rollout.samples_per_task)
+    if book["trained"]:
+        raise ConfigError(
+            f"serving.replicas=null: the checkpoint's run has trained {len(book['trained'])} tasks before "
+            "others that were drawn earlier (serving.order=completion); resume with serving.replicas"
+        )
+
+
+def check_open(book: Mapping[str, Any], tasks: int, samples: int) -> None:
+    """Raise ConfigError if a ledger has open groups, in batches of other than `tasks` groups of `samples`."""
+    if book["first"] == book["next"]:
+        return
+    for field, kept, mine in (
+        ("tasks_per_iteration", book["tasks"], tasks),
+        ("samples_per_task", book["samples"], samples),
+    ):
+        if kept != mine:
+            raise ConfigError(
+                f"rollout.{field}={mine}: the checkpoint has admitted groups of a run with {kept}; resume "
+                f"with rollout.{field}={kept}"
+            )
 
 
 def _holds_something(path: Path) -> bool:

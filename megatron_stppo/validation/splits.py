@@ -36,7 +36,7 @@ def candidates(config: Config, gpus: int) -> Candidates:
     parallel = config.parallel
     unit = parallel.tensor * parallel.context * parallel.pipeline
     batch = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
-    found, uneven, left_out = list[int](), list[int](), list[str]()
+    trainers, uneven, left_out = list[int](), list[int](), list[str]()
     for trainer in range(unit, gpus, unit):
         if (gpus - trainer) % config.engine_tensor:
             continue
@@ -46,10 +46,8 @@ def candidates(config: Config, gpus: int) -> Candidates:
             left_out.append(f"{trainer} GPUs for training: {error}")
             continue
         model_folder.check_reference(config, layout, tokenizers=False)
-        if batch % (config.update.minibatches * layout.data):
-            uneven.append(trainer)
-        else:
-            found.append(trainer)
+        is_even = batch % (config.update.minibatches * layout.data) == 0
+        (trainers if is_even else uneven).append(trainer)
     if uneven:
         left_out.append(
             f"{', '.join(map(str, uneven))} GPUs for training: the {batch} trajectories of a batch are not a "
@@ -60,13 +58,12 @@ def candidates(config: Config, gpus: int) -> Candidates:
             f"{gpus} GPUs: parallel.tensor * context * pipeline = {unit} GPUs train, and none is left for a "
             "replica"
         )
-    return Candidates(tuple(found), tuple(left_out), _refusal(config, gpus))
+    return Candidates(tuple(trainers), tuple(left_out), _refusal(config, gpus))
 
 
 def _refusal(config: Config, gpus: int) -> str:
-    together = config.serving.model_copy(update={"replicas": None})
     try:
-        checks.check(config.model_copy(update={"serving": together}), gpus, "plan")
+        checks.check(config.changed(serving={"replicas": None}), gpus, "plan")
     except ConfigError as error:
         return str(error)
     return ""

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron_stppo.checkpoint.imports import decoded, import_mxfp4
 from megatron_stppo.config import ConfigError
-from megatron_stppo.validation.model_weights import check_weights
+from megatron_stppo.validation.model_folder import check_weights
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
 from tests.families.gpt_oss.test_description import FIELDS
 

@@ -10,10 +10,17 @@ from tokenizers import Tokenizer, models
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
+from megatron_stppo.config.section import enforce
 from megatron_stppo.training.update.own import Own
-from megatron_stppo.validation import megatron_fields, passed_on, vllm_fields
-from megatron_stppo.validation.checks import check, listener_token
-from megatron_stppo.validation.megatron_fields import DECIDED, declared
+from megatron_stppo.validation import passed_on
+from megatron_stppo.validation.checks import _steps, check, listener_token
+from megatron_stppo.validation.passed_on import (
+    DECIDED_MEGATRON,
+    DECIDED_VLLM,
+    ENGINE_ARGS,
+    TRANSFORMER_CONFIG,
+    declared,
+)
 
 
 def refusal(path: Path, overrides: list[str], world: int = 2, command: str = "train") -> str:
@@ -29,9 +36,91 @@ def test_a_sound_configuration_passes(path: Path, command: str) -> None:
     check(load(path), 2, command)
 
 
-def test_a_missing_data_file_is_named_with_its_field(path: Path) -> None:
-    message = refusal(path, ["data.train=nowhere.jsonl"])
-    assert message.startswith("data.train=nowhere.jsonl: no such file;")
+REFUSED = [  # overrides, and how the line begins
+    ("data.train=nowhere.jsonl", "data.train=nowhere.jsonl: no such file;"),
+    ("model.path=nowhere", "model.path=nowhere: no such folder;"),
+    ("parallel.tensor=1 parallel.sequence=true", "parallel.sequence=true: there is nothing to split"),
+    (
+        "rollout.tasks_per_iteration=63 rollout.engine_tensor=1 update.minibatches=1",
+        "rollout.tasks_per_iteration=63 must be a multiple of the 2 engine replicas; choose 62 or 64",
+    ),
+    ("parallel.tensor=1 parallel.expert=2", "parallel.expert=2: the model has no experts; set it to 1"),
+    *(
+        (
+            f"algorithm.routing_replay={x}",
+            f"algorithm.routing_replay={x}: the model has no experts; set it to",
+        )
+        for x in ("old_policy", "rollout")
+    ),
+    *(
+        (
+            f"algorithm.preset={preset}",
+            "rollout.samples_per_task=1: a group of one has no learning signal with algorithm.advantage="
+            f"{advantage};",
+        )
+        for preset, advantage in (("grpo", "group"), ("mini_rl", "group_mean"), ("gigpo", "gigpo"))
+    ),
+    ("megatron.hidden_dropout=0.1", "megatron.hidden_dropout=0.1: importance ratios need the same network"),
+    ("megatron.moe_aux_loss_coeff=0.01", "megatron.moe_aux_loss_coeff=0.01: megatron multiplies it by"),
+    ("megatron.moe_permute_fusion=true", "megatron.moe_permute_fusion=True: model/experts.py"),
+    (
+        "megatron.moe_token_dispatcher_type=flex",
+        "megatron.moe_token_dispatcher_type=flex: follows from the order of the experts' tokens",
+    ),
+    (
+        "megatron.hiden_dropout=0.1",
+        "megatron.hiden_dropout=0.1: no such field; did you mean megatron.hidden_dropout?",
+    ),
+    (
+        "megatron.bias_activation_fusion=3",
+        "megatron.bias_activation_fusion=3: megatron's TransformerConfig declares bool; give one of these",
+    ),
+    (
+        "megatron.calculate_per_token_loss=false",
+        "megatron.calculate_per_token_loss=False: follows from the losses, which have their own denominators",
+    ),
+    (
+        "megatron.context_parallel_size=2",
+        "megatron.context_parallel_size=2: follows from parallel.context; leave it out",
+    ),
+    (
+        "megatron.layernorm_epsilon=1e-5",
+        "megatron.layernorm_epsilon=1e-05: follows from the architecture, which config.json in model.path",
+    ),
+    (
+        "megatron.moe_expert_capacity_factor=0",
+        "megatron.moe_expert_capacity_factor=0: follows from the importance ratios, which need the same net",
+    ),
+    (
+        "rollout.vllm.max_num_batched_token=4096",
+        "rollout.vllm.max_num_batched_token=4096: no such field; did you mean "
+        "rollout.vllm.max_num_batched_tokens?",
+    ),
+    (
+        "rollout.vllm.max_num_seqs=8",
+        "rollout.vllm.max_num_seqs=8: follows from rollout.max_sequences; leave it out",
+    ),
+    (
+        "rollout.vllm.enable_prefix_caching=1",
+        "rollout.vllm.enable_prefix_caching=1: vLLM's EngineArgs declares bool | None; give one of these",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "line"), REFUSED)
+def test_what_cannot_be_trained_is_refused_in_a_line_with_field_value_and_remedy(
+    path: Path, given: str, line: str
+) -> None:
+    assert refusal(path, given.split()).startswith(line)
+
+
+def test_options_that_are_passed_on_are_those_of_the_installed_packages(path: Path) -> None:
+    fields = declared(*TRANSFORMER_CONFIG)
+    assert {"hidden_dropout", "tensor_model_parallel_size"} <= set(fields), "of both dataclasses"
+    assert set(DECIDED_MEGATRON) <= set(fields)
+    assert set(DECIDED_VLLM) <= set(declared(*ENGINE_ARGS))
+    fitting = ["megatron.recompute_granularity=full", "rollout.vllm.max_num_batched_tokens=4096"]
+    check(load(path, fitting), 2, "train")
 
 
 def test_an_empty_data_file_is_refused(path: Path) -> None:
@@ -49,10 +138,6 @@ def test_evaluation_during_training_needs_evaluation_data(path: Path) -> None:
     assert "data.evaluate: missing" in refusal(path, ["data.evaluate=null", "run.evaluate_every=5"])
 
 
-def test_a_missing_model_folder_is_refused(path: Path) -> None:
-    assert refusal(path, ["model.path=nowhere"]).startswith("model.path=nowhere: no such folder;")
-
-
 def test_an_unknown_tokenizer_is_refused(path: Path) -> None:
     tokenizer = path.parent / "model" / "tokenizer.json"
     tokenizer.write_text('{"model": {"type": "Runes"}}')
@@ -65,11 +150,6 @@ def test_the_layout_must_divide_the_ranks(path: Path) -> None:
     message = refusal(path, ["parallel.pipeline=2"], world=6)
     assert "parallel.tensor=2 * parallel.pipeline=2 must divide the number of ranks 6" in message
     assert "a multiple of 4" in message
-
-
-def test_the_layout_must_divide_the_model(path: Path) -> None:
-    message = refusal(path, ["parallel.tensor=3"], world=3)
-    assert message.startswith("parallel.tensor=3 must divide model.num_attention_heads=4; choose 1, 2")
 
 
 def test_the_engine_must_divide_the_ranks_unless_replicas_serve(path: Path) -> None:
@@ -88,28 +168,11 @@ def test_a_cold_start_needs_tasks_only_to_play_them(path: Path) -> None:
         check(load(path, given), 2, "cold-start")
 
 
-def test_tasks_spread_evenly_over_the_engine_replicas(path: Path) -> None:
-    overrides = ["rollout.tasks_per_iteration=63", "rollout.engine_tensor=1", "update.minibatches=1"]
-    message = refusal(path, overrides)
-    assert (
-        "rollout.tasks_per_iteration=63 must be a multiple of the 2 engine replicas; choose 62 or 64"
-        in message
-    )
-
-
 def test_trajectories_spread_evenly_over_minibatches_and_ranks(path: Path) -> None:
     # 2 replicas of 2 ranks: 60 tasks are even, but 60 trajectories over 8 minibatches x 2 ranks are not.
     message = refusal(path, ["rollout.tasks_per_iteration=60", "update.minibatches=8"], world=4)
     assert "= 60 trajectories must be a multiple of update.minibatches=8 * 2 data-parallel ranks" in message
     assert "choose 48 or 64" in message
-
-
-def test_expert_parallelism_needs_a_model_with_experts(path: Path) -> None:
-    message = refusal(path, ["parallel.tensor=1", "parallel.expert=2"])
-    assert message == "parallel.expert=2: the model has no experts; set it to 1"
-    for source in ("old_policy", "rollout"):
-        message = refusal(path, [f"algorithm.routing_replay={source}"])
-        assert message == f"algorithm.routing_replay={source}: the model has no experts; set it to off"
 
 
 @pytest.mark.parametrize("source", ["old_policy", "rollout"])
@@ -120,11 +183,24 @@ def test_a_fused_router_cannot_replay_experts(source: str) -> None:
         "algorithm": {"routing_replay": source},
     }
     with pytest.raises(ConfigError) as error:
-        megatron_fields.check(Config.model_validate(given))
+        passed_on.check_megatron(Config.model_validate(given))
     assert str(error.value) == (
         "megatron.moe_router_fusion=True: the fused router cannot replay experts "
         f"(algorithm.routing_replay={source}); leave it out, or set algorithm.routing_replay=off"
     )
+
+
+def test_experts_of_the_engine_are_not_replayed_if_turns_go_on_with_new_weights() -> None:
+    def config(**of_serving: object) -> Config:
+        routed = {"routing_replay": "rollout"}
+        return Config.model_validate({"model": {"path": "m"}, "algorithm": routed, "serving": of_serving})
+
+    with pytest.raises(
+        ConfigError, match=r"serving\.update=recompute with algorithm\.routing_replay=rollout"
+    ):
+        enforce(_steps(config(replicas=2, update="recompute")))
+    enforce(_steps(config(replicas=2, update="drain")))
+    enforce(_steps(config(update="recompute")))  # without replicas, no turn runs when weights arrive
 
 
 def test_a_backend_of_attention_is_one_of_megatrons() -> None:
@@ -132,61 +208,14 @@ def test_a_backend_of_attention_is_one_of_megatrons() -> None:
     with pytest.raises(
         ConfigError, match=r"megatron.attention_backend='cudnn': .*; choose one of flash, fused,"
     ):
-        megatron_fields.check(Config.model_validate(given))
-    megatron_fields.check(Config.model_validate(given | {"megatron": {"attention_backend": "unfused"}}))
-
-
-def test_sequence_parallelism_needs_something_to_split(path: Path) -> None:
-    assert "parallel.sequence=true" in refusal(path, ["parallel.tensor=1", "parallel.sequence=true"])
-
-
-def test_a_typo_in_a_megatron_field_gives_the_nearest_name(path: Path) -> None:
-    message = refusal(path, ["megatron.hiden_dropout=0.1"])
-    assert message == "megatron.hiden_dropout=0.1: no such field; did you mean megatron.hidden_dropout?"
-
-
-def test_options_of_vllm_are_checked_against_its_own_dataclass(path: Path) -> None:
-    check(load(path, ["rollout.vllm.max_num_batched_tokens=4096"]), 2, "train")
-    message = refusal(path, ["rollout.vllm.max_num_batched_token=4096"])
-    assert message == (
-        "rollout.vllm.max_num_batched_token=4096: no such field; did you mean "
-        "rollout.vllm.max_num_batched_tokens?"
-    )
-    message = refusal(path, ["rollout.vllm.max_num_seqs=8"])
-    assert message == "rollout.vllm.max_num_seqs=8: follows from rollout.max_sequences; leave it out"
-    message = refusal(path, ["rollout.vllm.enable_prefix_caching=1"])
-    assert message == (
-        "rollout.vllm.enable_prefix_caching=1: vLLM's EngineArgs declares bool | None; give one of these"
-    )
-    assert set(vllm_fields.DECIDED) <= set(passed_on.declared("vllm", ("engine/arg_utils.py", "EngineArgs")))
-
-
-def test_an_option_of_megatron_has_the_type_that_megatron_declares(path: Path) -> None:
-    message = refusal(path, ["megatron.bias_activation_fusion=3"])
-    assert message == (
-        "megatron.bias_activation_fusion=3: megatron's TransformerConfig declares bool; give one of these"
-    )
-
-
-def test_megatron_fields_come_from_both_of_its_dataclasses() -> None:
-    assert {"hidden_dropout", "tensor_model_parallel_size"} <= set(declared())
+        passed_on.check_megatron(Config.model_validate(given))
+    passed_on.check_megatron(Config.model_validate(given | {"megatron": {"attention_backend": "unfused"}}))
 
 
 def test_the_context_must_fit_the_model_and_the_tokenizer_needs_a_chat_template(path: Path) -> None:
     assert "max_position_embeddings=32768" in refusal(path, ["rollout.max_context=40000"])
     (path.parent / "model" / "chat_template.jinja").unlink()
     assert "no chat_template" in refusal(path, [])
-
-
-def test_dropout_and_groups_of_one_are_refused(path: Path) -> None:
-    assert "megatron.hidden_dropout=0.1" in refusal(path, ["megatron.hidden_dropout=0.1"])
-    message = refusal(path, ["megatron.moe_aux_loss_coeff=0.01"])
-    assert message.startswith("megatron.moe_aux_loss_coeff=0.01: megatron multiplies it by the tokens")
-    for field in ("moe_permute_fusion=true", "moe_token_dispatcher_type=flex"):
-        assert "the order of the experts' tokens" in refusal(path, [f"megatron.{field}"])
-    for preset, advantage in (("grpo", "group"), ("mini_rl", "group_mean"), ("gigpo", "gigpo")):
-        message = refusal(path, [f"algorithm.preset={preset}"])
-        assert message.startswith("rollout.samples_per_task=1:") and f"advantage={advantage};" in message
 
 
 def test_a_penalty_above_the_longest_episode_is_refused(path: Path) -> None:
@@ -229,28 +258,6 @@ def test_resampling_is_refused_where_equal_rewards_are_a_signal_or_a_group_has_o
         assert message.startswith("rollout.resample=2 with rollout.samples_per_task=1: ")
     grpo = ["rollout.resample=2", "algorithm.preset=grpo", "rollout.samples_per_task=4"]
     check(load(path, grpo), 2, "train")
-
-
-def test_a_megatron_field_that_follows_from_another_field_is_refused_with_that_field(path: Path) -> None:
-    message = refusal(path, ["megatron.calculate_per_token_loss=false"])
-    assert message == (
-        "megatron.calculate_per_token_loss=False: follows from the losses, which have their own "
-        "denominators; leave it out"
-    )
-    message = refusal(path, ["megatron.context_parallel_size=2"])
-    assert message == "megatron.context_parallel_size=2: follows from parallel.context; leave it out"
-    message = refusal(path, ["megatron.layernorm_epsilon=1e-5"])
-    assert message == (
-        "megatron.layernorm_epsilon=1e-05: follows from the architecture, which config.json in model.path "
-        "determines; leave it out"
-    )
-    message = refusal(path, ["megatron.moe_expert_capacity_factor=0"])
-    assert message == (
-        "megatron.moe_expert_capacity_factor=0: follows from the importance ratios, which need the same "
-        "network twice; leave it out"
-    )
-    assert set(DECIDED) <= set(declared())
-    check(load(path, ["megatron.recompute_granularity=full"]), 2, "train")
 
 
 def test_a_critic_starts_from_a_model_of_the_actors_architecture(path: Path) -> None:

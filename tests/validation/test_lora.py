@@ -9,8 +9,9 @@ import pytest
 
 from megatron_stppo.config import Config, ConfigError, LoraConfig
 from megatron_stppo.config.file import validate
+from megatron_stppo.config.section import enforce
 from megatron_stppo.validation import checks, lora
-from megatron_stppo.validation.lora import check_alone, check_targets
+from megatron_stppo.validation.lora import alone, of_targets
 from tests.weights.reshard.pieces import model_shape
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -31,14 +32,14 @@ ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def test_adapters_that_do_not_fit_the_model_are_refused(rank, targets, sizes, message):
     given = LoraConfig(rank=rank, targets=targets)
     with pytest.raises(ConfigError, match=message) as error:
-        check_targets(model_shape(**sizes), rank, given.names, given.targets)
+        enforce(of_targets(model_shape(**sizes), rank, given.names, given.targets))
     assert "\n" not in str(error.value)
 
 
 def test_all_linear_leaves_experts_out():
     names = LoraConfig(rank=4).names
     assert names == ALL
-    check_targets(model_shape(family="qwen3_moe", experts=4), 4, names, ("all-linear",))
+    enforce(of_targets(model_shape(family="qwen3_moe", experts=4), 4, names, ("all-linear",)))
 
 
 @pytest.mark.parametrize(
@@ -58,11 +59,11 @@ def test_adapters_that_vllm_cannot_apply_are_refused():
     with pytest.raises(
         ConfigError, match=r"rank=513: vLLM applies .* 512 at most; .* set model\.lora\.sync=merged"
     ):
-        check_alone(model_shape(), 513)
+        enforce(alone(model_shape(), 513))
     with pytest.raises(
         ConfigError, match=r"sync=adapter: .* experts .* set model\.lora\.sync=merged, or choose"
     ):
-        check_alone(model_shape(family="qwen3_moe", experts=4), 4)
+        enforce(alone(model_shape(family="qwen3_moe", experts=4), 4))
     config = Config.model_validate({"model": {"path": "m", "lora": {"sync": "adapter"}}})
     with pytest.raises(ConfigError, match=r"sync=adapter: with model\.lora\.rank=0 all weights are trained"):
         lora.check(config)

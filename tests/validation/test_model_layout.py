@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_stppo.config import ConfigError, ParallelConfig
+from megatron_stppo.config.section import enforce
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.validation.model_layout import check_experts, check_layout, check_stages
+from megatron_stppo.validation.model_layout import check_layout, check_stages, of_layers
 from tests.weights.reshard.pieces import model_shape
 
 EXPERTS = model_shape(family="qwen3_moe", experts=6, hidden=16, ffn=16)
@@ -75,12 +76,12 @@ def test_impossible_stages_give_an_error_with_field_value_and_choices(layers, la
 )
 def test_impossible_expert_parallelism_gives_an_error_with_field_value_and_remedy(shape, parallel, message):
     with pytest.raises(ConfigError, match=message):
-        check_experts(shape, ParallelConfig(**parallel))
+        enforce(of_layers(shape, ParallelConfig(**parallel)))
 
 
 def test_possible_expert_parallelism_passes():
-    check_experts(EXPERTS, ParallelConfig(tensor=2, sequence=True, expert=3))
-    check_experts(model_shape(), ParallelConfig(tensor=2))
+    enforce(of_layers(EXPERTS, ParallelConfig(tensor=2, sequence=True, expert=3)))
+    enforce(of_layers(model_shape(), ParallelConfig(tensor=2)))
 
 
 def test_an_engine_does_not_spread_fewer_experts_than_it_has_ranks():

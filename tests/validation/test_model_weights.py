@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.validation.model_weights import check_weights
+from megatron_stppo.validation.model_folder import check_weights
 from megatron_stppo.weights.sharding.hf_files import INDEX
 from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD
 from tests.weights.reshard.pieces import checkpoint, model_shape

@@ -15,10 +15,11 @@ from megatron_stppo.commands.open_run import open_config
 from megatron_stppo.config import ConfigError
 from megatron_stppo.config.file import load
 from megatron_stppo.data.text.tokenizer_files import digests
-from megatron_stppo.validation import attempts, serving
+from megatron_stppo.validation import attempts
 from megatron_stppo.validation.run_folder import (
     check_new,
     check_resume,
+    check_resumed,
     check_step,
     check_tokens,
     finished,
@@ -238,10 +239,10 @@ def test_a_runs_checkpoints_and_records_belong_to_the_model_that_it_had(
 
 def test_a_run_that_trained_episodes_out_of_their_order_is_not_resumed_colocated(path: Path) -> None:
     config = load(path)
-    serving.check_resumed(config, BOOK)
+    check_resumed(config, BOOK)
     lengths = {"episodes": 1, "tokens": 8}
     with pytest.raises(ConfigError, match=r"serving\.replicas=null: .* has trained 1 tasks before others"):
-        serving.check_resumed(config, BOOK | {"trained": {"99": lengths}})
+        check_resumed(config, BOOK | {"trained": {"99": lengths}})
 
 
 def test_a_replay_needs_records_of_another_run_and_a_new_folder(path: Path, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import OptimizerConfig
 from megatron_stppo.data.demonstrations import Demonstration
 from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.evidence.bench.trial import random_batch
 from megatron_stppo.evidence.layouts.cases import cases
-from megatron_stppo.evidence.layouts.check import TOLERANCES, compare_case
-from megatron_stppo.evidence.layouts.measure import Measured, measure, random_batch
+from megatron_stppo.evidence.layouts.comparison import TOLERANCES, Measured, compare_case, measure
 from megatron_stppo.model import build
 from megatron_stppo.model.attention import PackedAttention, Pieces
 from megatron_stppo.model.experts import products
@@ -77,7 +77,7 @@ def measured(dtype: str, own: Any = None) -> Any:
     process.start(config)
     shape = read_shape(config.model.path)
     case = cases(shape, 1, config.parallel, [256])[0]
-    return case, measure(case, config, shape, random_batch(shape.vocab, 16, 0), own)
+    return case.name(1), measure(case, config, shape, random_batch(shape.vocab, 8, 0), own)
 
 
 def reference() -> dict[str, Any]:
@@ -101,10 +101,10 @@ def step() -> dict[str, Any]:
     numbers = json.loads((work() / "reference.json").read_text(encoding="utf-8"))
     expected = Measured(numbers, tensors["logprob_T"], before, after)
     case, found = measured("bfloat16", expected.logprob_T)
-    row = compare_case(case, 1, found, expected, TOLERANCES[torch.bfloat16])
-    if row["broken"]:
-        raise AssertionError(f"differs from float32 on the CPU: {row['broken']}; differences {row['apart']}")
-    return {f"difference of {name}": value for name, value in row["apart"].items()}
+    row = compare_case(case, found, expected, TOLERANCES[torch.bfloat16])
+    if row.broken:
+        raise AssertionError(f"differs from float32 on the CPU: {row.broken}; differences {row.apart}")
+    return {f"difference of {name}": value for name, value in row.apart.items()}
 
 
 def first_ratio() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 The trainer's model scores the recorded trajectories under saved versions. A stale key-value cache, a wrong
 version and a lost weight update all show as a difference from the engine's log-probs. records.py compares the
-files with their digests first, and limits.py has the limits.
+files with their digests first; bench/scoring.py has the limits.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from megatron_stppo.checkpoint import loading, step_folder
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.evidence.audit import limits, records
-from megatron_stppo.evidence.audit.limits import TOKENS, Resemblance
+from megatron_stppo.evidence.audit import records
 from megatron_stppo.evidence.audit.records import Records
-from megatron_stppo.evidence.audit.scoring import Piece, Scored, score
+from megatron_stppo.evidence.bench.scoring import TOKENS, Piece, Resemblance, Scored, judges_single, score
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.observe.metrics import progress
@@ -48,19 +47,19 @@ TOGETHER = 64  # trajectories that are scored together
 def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
     """Score the trajectories of the folder `run` under its saved versions, and print what is found.
 
-    tolerance: the largest difference of a token in nats, instead of the limits of limits.py.
+    tolerance: the largest difference of a token in nats, instead of the limits of bench/scoring.py.
     Return PASSED, DIFFERS or DAMAGED. Collective. Raises ConfigError if no token can be audited, and
     nothing is damaged.
     """
     mesh, dtype = process.start(config), process.dtype(config)
     shape, first_rank = read_shape(config.model.path), mesh.rank == 0
-    found = records.read(config, run, shape.vocab)
-    named = {version for one in found.played for version in one.versions}
+    recorded = records.read(config, run, shape.vocab)
+    named = {version for iteration in recorded.played for version in iteration.versions}
     away = _start_fault(config, run, shape, 0 in named)
     saved = _saved(run, not away)
-    if not saved & named and not found.damage:
+    if not saved & named and not recorded.damage:
         if not named:
-            raise ConfigError(f"RUN_DIR={run}: {'; '.join(notes(found))}; choose another run")
+            raise ConfigError(f"RUN_DIR={run}: {'; '.join(notes(recorded))}; choose another run")
         raise ConfigError(
             f"RUN_DIR={run}: no version that its trajectories name is saved ({sorted(named)}); train "
             "with run.checkpoint_every=1 run.keep_every=1, which keeps all" + (away and f"; version 0 {away}")
@@ -68,8 +67,8 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
     with timed("models", first_rank):
         begins = config if 0 in saved else config.of_checkpoint()
         learner = build_learner(begins, shape, mesh, dtype, training=False)
-    pieces = {version: list(_pieces(learner, found.played, version)) for version in saved & named}
-    scored, damage = dict[int, Scored](), found.damage
+    pieces = {version: list(_pieces(learner, recorded.played, version)) for version in saved & named}
+    scored, damage = dict[int, Scored](), recorded.damage
     near = sorted(v for v in saved if {v - 1, v, v + 1} & pieces.keys())
     for version in progress(near, "versions", first_rank, every=None):
         try:
@@ -83,10 +82,9 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
                 piece.under[version] = piece.logprobs()
         if version in pieces:
             scored[version] = score(learner, pieces[version], version, tolerance)
-    single = tolerance is not None or not (shape.experts and dtype != torch.float32)
-    findings = [_finding(pieces[version], version, scored[version], single) for version in sorted(scored)]
+    findings = [_finding(pieces[version], version, scored[version]) for version in sorted(scored)]
     if first_rank:
-        show(findings, found, named, single)
+        show(findings, recorded, named, judges_single(learner, tolerance))
         say(f"version 0 {away}", 0 in named and bool(away))
     process.stop()
     return exit_code(findings, damage)
@@ -120,50 +118,35 @@ def _saved(run: Path, start: bool) -> set[int]:
 
 
 def _pieces(learner: Learner, played: Iterable[records.PlayedIteration], version: int) -> Iterator[Piece]:
-    for one in played:
+    for iteration in played:
         naming = [
             (line, t)
-            for line, t in enumerate(one.trajectories, 1)
+            for line, t in enumerate(iteration.trajectories, 1)
             if any(version == v for turn in t.turns for v, _ in turn.versions)
         ]
         for begin in range(0, len(naming), TOGETHER):
-            part = naming[begin : begin + TOGETHER]
-            batch = to_batch([trajectory for _, trajectory in part])
-            own_T, with_settings = batch.version_T == version, replace(learner, config=one.config)
-            yield Piece(one.iteration, [line for line, _ in part], batch, own_T, with_settings)
+            lines, trajectories = zip(*naming[begin : begin + TOGETHER], strict=True)
+            batch, with_settings = to_batch(trajectories), replace(learner, config=iteration.config)
+            yield Piece(with_settings, batch, batch.version_T == version, lines, iteration.iteration)
 
 
-def _finding(pieces: Sequence[Piece], version: int, scored: Scored, single: bool) -> VersionFinding:
-    engine_T = torch.cat([piece.engine_T for piece in pieces])
-    sequence_T = torch.cat([piece.sequence_T for piece in pieces])
-    iteration_T = sequence_T // 2**32
-    difference_T, limit_T = (scored.named_T - engine_T).abs(), scored.limit_T
-    excess_T = (difference_T / limit_T.clamp(min=1e-30)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+def _finding(pieces: Sequence[Piece], version: int, scored: Scored) -> VersionFinding:
+    iteration_T = scored.sequence_T // 2**32
+    parts = [slice(None), *(iteration_T == n for n in iteration_T.unique())]
     others = {}
     for other in (version - 1, version + 1):
         if all(other in piece.under for piece in pieces):
             under_T = torch.cat([piece.under[other] for piece in pieces])
-            given = (scored.named_T, scored.nudged_T, under_T, engine_T, sequence_T)
-            parts = [given, *(tuple(x[iteration_T == n] for x in given) for n in iteration_T.unique())]
-            found = [one for one in (limits.resemblance(*part) for part in parts) if one]
-            others[other] = max(found, key=lambda one: one.least, default=None)
+            known = filter(None, (scored.resembles(under_T, part) for part in parts))
+            others[other] = max(known, key=lambda resemblance: resemblance.least, default=None)
     ends = list(accumulate(len(piece.under[version]) for piece in pieces))
     worst = []
-    for t in excess_T.topk(min(WORST, len(excess_T))).indices.tolist():
+    for t in scored.excess_T.topk(min(WORST, len(iteration_T))).indices.tolist():
         at = bisect_right(ends, t)
         place = pieces[at].place(t - (ends[at - 1] if at else 0))
-        excess, engine, trainer = (float(x[t]) for x in (excess_T, engine_T, scored.named_T))
+        excess, engine, trainer = (float(x[t]) for x in (scored.excess_T, scored.engine_T, scored.named_T))
         worst.append(Token(excess, engine, trainer, place))
-    return VersionFinding(
-        version,
-        len(engine_T),
-        float(difference_T.mean()),
-        scored.most,
-        float(limit_T.median()),
-        int((excess_T > 1).sum()) if single else 0,
-        others,
-        worst,
-    )
+    return VersionFinding(version, scored, others, worst)
 
 
 @dataclass(frozen=True)
@@ -184,21 +167,21 @@ class VersionFinding:
     """How the engine's log-probs of one version's tokens differ from the trainer's, in nats."""
 
     version: int
-    tokens: int
-    mean: float
-    most: float  # that the mean may be
-    limit: float  # of a token: the median
-    beyond: int  # tokens beyond their limit
+    scored: Scored
     # by version, of the iteration that is most like it, or of all together; None: cannot be compared
     others: Mapping[int, Resemblance | None]
     worst: Sequence[Token]
 
     @property
+    def tokens(self) -> int:
+        return len(self.scored.named_T)
+
+    @property
     def reasons(self) -> list[str]:
         """Why the version fails. A mean of few tokens is not compared."""
-        like = [f"like version {v}" for v, given in self.others.items() if given and given.differs]
-        single = [f"{self.beyond} beyond"] if self.beyond else []
-        mean = ["mean"] if self.tokens >= TOKENS and not self.mean <= self.most else []  # NaN fails
+        like = [f"like version {v}" for v, other in self.others.items() if other and other.differs]
+        single = [f"{beyond} beyond"] if (beyond := self.scored.beyond) else []
+        mean = ["mean"] if self.tokens >= TOKENS and not self.scored.near else []
         return single + mean + like
 
 
@@ -209,56 +192,57 @@ def exit_code(findings: Sequence[VersionFinding], damage: Sequence[str]) -> int:
 
 def show(
     findings: Sequence[VersionFinding],
-    found: Records,
+    recorded: Records,
     versions: Collection[int],
     single: bool,
 ) -> None:
     """Print everything. versions: that tokens name. single: whether single tokens have limits."""
-    damage = found.damage
+    damage = recorded.damage
     console = Console(width=None if Console().is_terminal else 120)
     if findings:
         console.print(_versions(findings))
         console.print(_worst(findings))
     for line in [*damage[:LINES], *([f"{len(damage) - LINES} lines more"] if len(damage) > LINES else [])]:
         say(f"damaged: {line}")
-    for line in notes(found):
+    for line in notes(recorded):
         say(line)
     if left := sorted(set(versions) - {finding.version for finding in findings}):
         say(f"versions without a readable checkpoint, whose tokens are not audited: {_ranges(left)}")
     if not single:
         say("single tokens have no limit: in bfloat16, engine and trainer may choose different experts")
     say(NOT_CHECKED)
-    said = f"{sum(finding.tokens for finding in findings)} of {found.tokens} tokens audited"
+    said = f"{sum(finding.tokens for finding in findings)} of {recorded.tokens} tokens audited"
     verdicts = {PASSED: "passed", DIFFERS: "FAILED: log-probs differ", DAMAGED: "FAILED: damaged records"}
     code = exit_code(findings, damage)
     also = ", and log-probs differ" if code == DAMAGED and exit_code(findings, ()) else ""
     say(f"{verdicts[code]}{also}; {said}")
 
 
-def notes(found: Records) -> list[str]:
+def notes(recorded: Records) -> list[str]:
     """Return a line for each reason why iterations are not audited, or not compared."""
-    return [f"iterations {_ranges(iterations)}: {reason}" for reason, iterations in found.notes.items()]
+    return [f"iterations {_ranges(iterations)}: {reason}" for reason, iterations in recorded.notes.items()]
 
 
 def _versions(findings: Sequence[VersionFinding]) -> Table:
     columns = ("version", "tokens", "mean", "limit", "median limit of a token", "like others", "differs")
     table = Table(*columns, title="difference of engine and trainer by version, nats")
-    for found in findings:
+    for finding in findings:
         like = [
-            f"{v}: {given.share:.2f} ± {given.error:.2f}" if given else f"{v}: -"
-            for v, given in found.others.items()
+            f"{v}: {other.share:.2f} ± {other.error:.2f}" if other else f"{v}: -"
+            for v, other in finding.others.items()
         ]
-        numbers = (f"{found.mean:.2g}", f"{found.most:.2g}", f"{found.limit:.2g}")
-        named = str(found.version), str(found.tokens)
-        table.add_row(*named, *numbers, "; ".join(like), ", ".join(found.reasons))
+        scored = finding.scored
+        numbers = (f"{x:.2g}" for x in (scored.mean, scored.most, float(scored.limit_T.median())))
+        named = str(finding.version), str(finding.tokens)
+        table.add_row(*named, *numbers, "; ".join(like), ", ".join(finding.reasons))
     return table
 
 
 def _worst(findings: Sequence[VersionFinding]) -> Table:
     columns = ("at", "version", "engine", "trainer", "difference / limit")
     table = Table(*columns, title=f"the {WORST} worst tokens, log-probs in nats")
-    every = [(token, found.version) for found in findings for token in found.worst]
-    for token, version in heapq.nlargest(WORST, every, key=lambda one: one[0].excess):
+    every = [(token, finding.version) for finding in findings for token in finding.worst]
+    for token, version in heapq.nlargest(WORST, every, key=lambda of: of[0].excess):
         numbers = (f"{token.engine:.4g}", f"{token.trainer:.4g}", f"{token.excess:.2g}")
         table.add_row(token.place, str(version), *numbers)
     return table

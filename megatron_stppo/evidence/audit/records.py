@@ -52,49 +52,53 @@ def read(config: Config, run: Path, vocabulary: int) -> Records:
 
     If metrics.jsonl cannot be read, all files are read.
     """
-    found = Records()
-    given = _rows(run, found)
-    numbers = {row.get(ATTEMPT) for row in given.values()}
-    attempts = {number: _settings(config, run, number, found) for number in numbers}
-    for iteration, row in sorted(given.items()):
+    records = Records()
+    rows = _rows(run, records)
+    numbers = {row.get(ATTEMPT) for row in rows.values()}
+    attempts = {number: _settings(config, run, number, records) for number in numbers}
+    for iteration, row in sorted(rows.items()):
         settings, path = attempts[row.get(ATTEMPT)], played_path(run, iteration)
         try:
             played = trajectory_log.read(run, iteration, vocabulary)
         except ConfigError as error:
-            found.damage.append(str(error).removesuffix("; choose another run"))
-            found.tokens += row.get(TOKENS, 0)
+            records.damage.append(str(error).removesuffix("; choose another run"))
+            records.tokens += row.get(TOKENS, 0)
             continue
         there = sum(len(turn.token_ids) for t in played for turn in t.turns)
-        found.tokens += max(there, row.get(TOKENS, 0))
+        records.tokens += max(there, row.get(TOKENS, 0))
         if row and DIGEST not in row:
-            found.notes["no digest in metrics.jsonl, so that a changed file is not noticed"].append(iteration)
+            records.notes["no digest in metrics.jsonl, so that a changed file is not noticed"].append(
+                iteration
+            )
         if row.get(DIGEST, "") not in ("", digest_of(run, iteration)):
-            found.damage.append(f"{path}: is not the file that was written ({DIGEST} differs)")
+            records.damage.append(f"{path}: is not the file that was written ({DIGEST} differs)")
         if settings.rollout.top_p < 1:
-            found.notes["played with rollout.top_p below 1, so not audited"].append(iteration)
-        elif _may_mix(given, iteration, attempts, played):
-            found.notes["may hold episodes of two temperatures or top_p, so not audited"].append(iteration)
+            records.notes["played with rollout.top_p below 1, so not audited"].append(iteration)
+        elif _may_mix(rows, iteration, attempts, played):
+            records.notes["may hold episodes of two temperatures or top_p, so not audited"].append(iteration)
         else:
-            found.played.append(PlayedIteration(iteration, played, settings))
-    return found
+            records.played.append(PlayedIteration(iteration, played, settings))
+    return records
 
 
-def _rows(run: Path, found: Records) -> dict[int, dict[str, Any]]:
+def _rows(run: Path, records: Records) -> dict[int, dict[str, Any]]:
     """Return the rows of metrics.jsonl by iteration; an empty row for each file if they cannot be read."""
     there = recorded(run)
     try:
-        given = {row["iteration"]: row for row in map(_checked, read_rows(run / METRICS))}
+        rows = {row["iteration"]: row for row in map(_checked, read_rows(run / METRICS))}
     except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        found.damage.append(f"{run / METRICS}: cannot be read, so its digests and sums are unknown ({error})")
+        records.damage.append(
+            f"{run / METRICS}: cannot be read, so its digests and sums are unknown ({error})"
+        )
         return {iteration: {} for iteration in there}
-    given.pop(0, None)  # an evaluation before training
-    ended = max([*given, *step_folder.candidates(run / "checkpoints")[:1]], default=0)
+    rows.pop(0, None)  # an evaluation before training
+    ended = max([*rows, *step_folder.candidates(run / "checkpoints")[:1]], default=0)
     if abandoned := [iteration for iteration in there if iteration > ended]:
-        found.notes["not in metrics.jsonl: abandoned or not finished, so not audited"] += abandoned
-    known = [*given, *there]
-    missing = [n for n in range(min(known, default=1), ended + 1) if known and n not in given]
-    found.damage += [f"{run / METRICS}: has no row of iteration {n}, which is not audited" for n in missing]
-    return given
+        records.notes["not in metrics.jsonl: abandoned or not finished, so not audited"] += abandoned
+    known = [*rows, *there]
+    missing = [n for n in range(min(known, default=1), ended + 1) if known and n not in rows]
+    records.damage += [f"{run / METRICS}: has no row of iteration {n}, which is not audited" for n in missing]
+    return rows
 
 
 def _checked(row: dict[str, Any]) -> dict[str, Any]:
@@ -104,27 +108,24 @@ def _checked(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _settings(config: Config, run: Path, attempt: int | None, found: Records) -> Config:
+def _settings(config: Config, run: Path, attempt: int | None, records: Records) -> Config:
     """Return `config` with how an attempt played. attempt: None if metrics.jsonl cannot be read."""
     if attempt is None:
         return config
     try:
-        given = load(attempt_path(run, attempt))
+        played = load(attempt_path(run, attempt))
     except ConfigError as error:
-        found.damage.append(
+        records.damage.append(
             f"{attempt_path(run, attempt)}: cannot be read, so that the iterations of this attempt are "
             f"scored with the settings of the newest ({one_line(str(error))})"
         )
         return config
-    rollout = config.rollout.model_copy(
-        update={"temperature": given.rollout.temperature, "top_p": given.rollout.top_p}
-    )
-    model = config.model.model_copy(update={"dtype": given.model.dtype})
-    return config.model_copy(update={"rollout": rollout, "model": model})
+    sampling = {"temperature": played.rollout.temperature, "top_p": played.rollout.top_p}
+    return config.changed(rollout=sampling, model={"dtype": played.model.dtype})
 
 
 def _may_mix(
-    given: Mapping[int, Mapping[str, Any]],
+    rows: Mapping[int, Mapping[str, Any]],
     iteration: int,
     attempts: Mapping[int | None, Config],
     played: list[Trajectory],
@@ -133,13 +134,13 @@ def _may_mix(
 
     Asynchronous training keeps episodes in a checkpoint. They have no tokens of versions after it.
     """
-    attempt = given[iteration].get(ATTEMPT)
-    known = [row[ATTEMPT] for number, row in given.items() if number < iteration and ATTEMPT in row]
+    attempt = rows[iteration].get(ATTEMPT)
+    known = [row[ATTEMPT] for number, row in rows.items() if number < iteration and ATTEMPT in row]
     earlier = [number for number in known if number != attempt]
     if attempt is None or not earlier or attempts[attempt].serving.replicas is None:
         return False
     before, now = attempts[earlier[-1]].rollout, attempts[attempt].rollout
     if (before.temperature, before.top_p) == (now.temperature, now.top_p):
         return False
-    first = min(number for number, row in given.items() if row.get(ATTEMPT) == attempt)
+    first = min(number for number, row in rows.items() if row.get(ATTEMPT) == attempt)
     return any(turn.policy_version < first for t in played for turn in t.turns)

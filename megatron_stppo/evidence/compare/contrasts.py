@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from megatron_stppo.base.files import replacing
 from megatron_stppo.evidence.compare.grid import Cell, ContrastFamily, Grid, Side, Sides
-from megatron_stppo.evidence.compare.results import Found
+from megatron_stppo.evidence.compare.results import Results
 
 Table = tuple[str, list[Sequence[str]]]  # title and rows, of which the first is the head
 STYLE = """body { font: 15px system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; }
@@ -48,31 +48,33 @@ class Contrast:
         return mean_interval(list(self.differences.values()))
 
 
-def contrasts(grid: Grid, found: Found) -> list[Contrast]:
+def contrasts(grid: Grid, results: Results) -> list[Contrast]:
     """Return all declared contrasts, in order. A contrast whose cells ran on different devices is refused."""
-    return [one for family in grid.contrasts for one in _of(grid, family, found)]
+    return [contrast for family in grid.contrasts for contrast in _of(grid, family, results)]
 
 
-def _of(grid: Grid, family: ContrastFamily, found: Found) -> list[Contrast]:
-    given = [_one(family, label, sides, found, grid.seeds) for label, sides in grid.declared(family)]
-    complete = [n for n, one in enumerate(given) if one.differences and len(one.differences) == one.declared]
-    ps = [paired_p(list(given[n].differences.values())) for n in complete]
-    for n, adjusted in zip(complete, holm(ps, len(given)), strict=True):
-        given[n] = replace(given[n], p=adjusted)
-    return given
+def _of(grid: Grid, family: ContrastFamily, results: Results) -> list[Contrast]:
+    every = [_contrast(family, label, sides, results, grid.seeds) for label, sides in grid.declared(family)]
+    complete = [n for n, of in enumerate(every) if of.differences and len(of.differences) == of.declared]
+    ps = [paired_p(list(every[n].differences.values())) for n in complete]
+    for n, adjusted in zip(complete, holm(ps, len(every)), strict=True):
+        every[n] = replace(every[n], p=adjusted)
+    return every
 
 
-def _one(family: ContrastFamily, label: str, sides: Sides, found: Found, seeds: list[int]) -> Contrast:
+def _contrast(
+    family: ContrastFamily, label: str, sides: Sides, results: Results, seeds: list[int]
+) -> Contrast:
     of_seed = {s: [Cell(arm, setting, s) for arm, weights in sides for setting in weights] for s in seeds}
-    whole = [seed for seed in seeds if all(cell in found for cell in of_seed[seed])]
-    devices = {found[cell].device for seed in whole for cell in of_seed[seed]}
+    whole = [seed for seed in seeds if all(cell in results for cell in of_seed[seed])]
+    devices = {results[cell].device for seed in whole for cell in of_seed[seed]}
     if len(devices) > 1:
         why = f"its cells ran on different devices ({'; '.join(sorted(devices))})"
         return Contrast(family, label, len(seeds), refused=why)
 
     def mean(side: Side, seed: int) -> float:
         arm, weights = side
-        total = sum(weight * found[Cell(arm, setting, seed)].outcome for setting, weight in weights.items())
+        total = sum(weight * results[Cell(arm, setting, seed)].outcome for setting, weight in weights.items())
         return total / sum(weights.values())
 
     left, right = sides
@@ -141,23 +143,23 @@ def quantile(freedom: int) -> float:
     return high
 
 
-def text(grid: Grid, found: Found) -> str:
+def text(grid: Grid, results: Results) -> str:
     """Return the contrasts as a Markdown table per family."""
     lines = []
-    for title, (head, *rows) in _families(contrasts(grid, found)):
+    for title, (head, *rows) in _families(contrasts(grid, results)):
         every = [head, ["---"] * len(head), *rows]
         lines += [title, "", *(f"| {' | '.join(cells)} |" for cells in every), ""]
-    done = sum(cell in found for cell in grid.cells())
+    done = sum(cell in results for cell in grid.cells())
     return "\n".join([*lines, f"{done} of {len(grid.cells())} cells are done; outcome: {_outcome(grid)}"])
 
 
-def write(grid: Grid, found: Found, path: Path) -> None:
+def write(grid: Grid, results: Results, path: Path) -> None:
     """Write the page. It needs only a browser."""
-    given = contrasts(grid, found)
+    every = contrasts(grid, results)
     parts = [f"<h1>{escape(path.stem)}</h1><p>Outcome: {escape(_outcome(grid))}.</p>"]
-    if any(one.differences for one in given):
-        parts.append(f'<img alt="differences" src="data:image/png;base64,{_figure(given)}">')
-    for title, rows in [*_families(given), _means(grid, found)]:
+    if any(contrast.differences for contrast in every):
+        parts.append(f'<img alt="differences" src="data:image/png;base64,{_figure(every)}">')
+    for title, rows in [*_families(every), _means(grid, results)]:
         cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
         parts.append(f"<h2>{escape(title)}</h2><table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>")
     body = f"<!doctype html><meta charset=utf-8><title>compare</title><style>{STYLE}</style>{''.join(parts)}"
@@ -170,46 +172,46 @@ def _outcome(grid: Grid) -> str:
     return f"{of.at} {of.metric}, iterations {of.first} to {'the last' if of.last is None else of.last}"
 
 
-def _families(given: Sequence[Contrast]) -> Iterator[Table]:
+def _families(every: Sequence[Contrast]) -> Iterator[Table]:
     head = ("contrast", "difference, 95 % interval", "seeds", "p, Holm")
-    for family, of in groupby(given, key=lambda one: one.family):
+    for family, of in groupby(every, key=lambda contrast: contrast.family):
         yield f"{family.family}{' (post hoc)' * family.post_hoc}", [head, *map(_row, of)]
 
 
-def _row(one: Contrast) -> Sequence[str]:
-    if one.refused:
-        return one.label, f"refused: {one.refused}", "", ""
-    effect = _interval(*one.effect, "+.3f") if one.differences else "no seed is complete"
-    p = "not complete" if math.isnan(one.p) else f"{one.p:.3f}" if one.p >= 0.001 else "< 0.001"
-    return one.label, effect, f"{len(one.differences)} of {one.declared}", p
+def _row(of: Contrast) -> Sequence[str]:
+    if of.refused:
+        return of.label, f"refused: {of.refused}", "", ""
+    effect = _interval(*of.effect, "+.3f") if of.differences else "no seed is complete"
+    p = "not complete" if math.isnan(of.p) else f"{of.p:.3f}" if of.p >= 0.001 else "< 0.001"
+    return of.label, effect, f"{len(of.differences)} of {of.declared}", p
 
 
 def _interval(middle: float, half: float, form: str) -> str:
     return f"{middle:{form}}" + ("" if math.isnan(half) else f" ± {half:.3f}")
 
 
-def _means(grid: Grid, found: Found) -> Table:
+def _means(grid: Grid, results: Results) -> Table:
     rows: list[Sequence[str]] = [("arm", *grid.settings)]
     for arm in grid.arms:
         cells = [[Cell(arm, setting, seed) for seed in grid.seeds] for setting in grid.settings]
-        values = [[found[cell].outcome for cell in of if cell in found] for of in cells]
+        values = [[results[cell].outcome for cell in of if cell in results] for of in cells]
         shown = [f"{_interval(*mean_interval(of), '.3f')} ({len(of)})" if of else "" for of in values]
         rows.append((arm, *shown))
     return "Mean of each arm in each setting, 95 % interval (seeds)", rows
 
 
-def _figure(given: Sequence[Contrast]) -> str:
+def _figure(every: Sequence[Contrast]) -> str:
     """Return a PNG in base64: every contrast's difference with its interval. Post hoc ones are hollow."""
-    shown = [one for one in given if one.differences]
+    shown = [contrast for contrast in every if contrast.differences]
     figure = Figure(figsize=(9, 1 + 0.28 * len(shown)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.axvline(0, color="0.6", linewidth=1)
-    for place, one in enumerate(shown):
-        middle, half = one.effect
-        face = "white" if one.family.post_hoc else "C0"
+    for place, contrast in enumerate(shown):
+        middle, half = contrast.effect
+        face = "white" if contrast.family.post_hoc else "C0"
         axes.errorbar(middle, -place, xerr=0 if math.isnan(half) else half, fmt="o", color="C0", mfc=face)
-    axes.set_yticks([-n for n in range(len(shown))], [one.label for one in shown])
+    axes.set_yticks([-n for n in range(len(shown))], [contrast.label for contrast in shown])
     axes.set_xlabel("difference, 95 % t interval over seeds (hollow: post hoc)")
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=130)

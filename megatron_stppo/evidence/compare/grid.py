@@ -102,15 +102,15 @@ class Grid(Section):
         for pair in family.pairs:
             for label, settings in over.items():
                 weights = settings if isinstance(settings, dict) else dict.fromkeys(settings, 1.0)
-                given = (side.partition(AT) for side in pair)
-                left, right = ((arm, {own: 1.0} if own else weights) for arm, _, own in given)
+                sides = (side.partition(AT) for side in pair)
+                left, right = ((arm, {own: 1.0} if own else weights) for arm, _, own in sides)
                 yield " - ".join(pair) + (f", {label}" if label else ""), (left, right)
 
     def fields(self, cell: Cell) -> list[str]:
         """Return the overrides of a cell for the command line, without its name and folder."""
-        given = self.overrides | (self.settings[cell.setting] or {}) | (self.arms[cell.arm] or {})
-        given = {"run.seed": cell.seed} | given
-        return [f"{field}={_written(value, cell.seed)}" for field, value in given.items()]
+        own = self.overrides | (self.settings[cell.setting] or {}) | (self.arms[cell.arm] or {})
+        fields = {"run.seed": cell.seed} | own
+        return [f"{field}={_written(value, cell.seed)}" for field, value in fields.items()]
 
     def digest(self, cell: Cell) -> str:
         """Return a hash of the configuration's text and the cell's overrides: two runs with the same one are
@@ -124,9 +124,10 @@ def load(path: Path) -> Grid:
     try:
         grid = Grid.model_validate({"folder": f"runs/{path.stem}"} | read_yaml(path, "GRID"))
     except ValidationError as error:
-        raise ConfigError("\n".join(dict.fromkeys(_explained(path, one) for one in error.errors()))) from None
-    home = {"config": path.parent / grid.config, "folder": path.parent / grid.folder}
-    grid = grid.model_copy(update=home)
+        raise ConfigError(
+            "\n".join(dict.fromkeys(_explained(path, fault) for fault in error.errors()))
+        ) from None
+    grid = grid.changed(config=path.parent / grid.config, folder=path.parent / grid.folder)
     for fault in _faults(grid):
         raise ConfigError(f"{path}: {fault}")
     return grid
@@ -152,8 +153,8 @@ def _faults(grid: Grid) -> Iterator[str]:
         yield f"config={grid.config}: no such file; give the YAML file of a run, relative to the grid"
     if len(set(grid.seeds)) < len(grid.seeds):
         yield f"seeds={grid.seeds}: holds a seed twice; remove one"
-    given = [grid.overrides, *grid.arms.values(), *grid.settings.values()]
-    if own := {"run.name", "run.root", "run.seed"} & {field for of in given for field in of or ()}:
+    every = [grid.overrides, *grid.arms.values(), *grid.settings.values()]
+    if own := {"run.name", "run.root", "run.seed"} & {field for of in every for field in of or ()}:
         yield f"{min(own)}: compare sets it for each run; remove it, and give `folder` or `seeds`"
     for family in grid.contrasts:
         where = f"contrasts of {family.family!r}"

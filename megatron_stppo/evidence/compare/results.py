@@ -39,24 +39,26 @@ class Result:
         return Cell(self.arm, self.setting, self.seed)
 
 
-Found = Mapping[Cell, Result]
+Results = Mapping[Cell, Result]
 
 
 def read(folder: Path) -> dict[Cell, Result]:
     """Return the results in a folder. Raises ConfigError for a damaged file."""
-    path, found, kind = folder / FILE, dict[Cell, Result](), TypeAdapter(Result)
+    path, known, kind = folder / FILE, dict[Cell, Result](), TypeAdapter(Result)
     if not path.exists():
-        return found
+        return known
     with path.open(encoding="utf-8", newline="") as file:
         for number, row in enumerate(csv.DictReader(file), 2):
             try:
-                one = kind.validate_python({name: value for name, value in row.items() if value})
+                result = kind.validate_python({name: value for name, value in row.items() if value})
             except (TypeError, ValueError) as error:
                 raise ConfigError(f"{path}: line {number} is damaged ({error}); remove the line") from None
-            if one.cell in found:
-                raise ConfigError(f"{path}: line {number}: {one.cell.name} is there twice; remove one line")
-            found[one.cell] = one
-    return found
+            if result.cell in known:
+                raise ConfigError(
+                    f"{path}: line {number}: {result.cell.name} is there twice; remove one line"
+                )
+            known[result.cell] = result
+    return known
 
 
 def add(folder: Path, result: Result) -> None:
@@ -86,11 +88,11 @@ def measured(grid: Grid, cell: Cell, run: Path, device: str, ended: str) -> Resu
     )
 
 
-def check(grid: Grid, found: Found, device: str) -> None:
+def check(grid: Grid, results: Results, device: str) -> None:
     """Raise ConfigError if the results cannot be continued with this grid on this device."""
-    waits = any(cell not in found for cell in grid.cells())
-    for cell in found.keys() & grid.cells():
-        known = found[cell]
+    waits = any(cell not in results for cell in grid.cells())
+    for cell in results.keys() & grid.cells():
+        known = results[cell]
         if known.digest and known.digest != grid.digest(cell):
             raise ConfigError(
                 f"{grid.folder}/{FILE}: {cell.name} was run with other overrides or another {grid.config}; "

@@ -52,8 +52,8 @@ class Runner:
             for setting in grid.settings:
                 load(grid.config, grid.fields(Cell(arm, setting, grid.seeds[0])))
         self._lock = _locked(self._folder)
-        self._found = results.read(self._folder)
-        results.check(grid, self._found, self._device)
+        self._results = results.read(self._folder)
+        results.check(grid, self._results, self._device)
         self._running: list[_Started] = []
 
     def work(self) -> bool:
@@ -61,7 +61,7 @@ class Runner:
 
         At SIGINT, SIGTERM, SIGUSR1 or SIGHUP the runs write a checkpoint and end; the next call resumes them.
         """
-        waiting, signals = [cell for cell in self._grid.cells() if cell not in self._found], list[int]()
+        waiting, signals = [cell for cell in self._grid.cells() if cell not in self._results], list[int]()
         say(f"{self._done}; {self._jobs} at a time, {self._device}")
         # Recorded, not raised: an exception between the start of a process and its entry in the list would
         # lose the process.
@@ -76,12 +76,12 @@ class Runner:
         if signals:
             say("the runs write their checkpoints and end; give the same command to continue")
         self._leave()
-        return all(cell in self._found for cell in self._grid.cells())
+        return all(cell in self._results for cell in self._grid.cells())
 
     @property
     def _done(self) -> str:
         cells = self._grid.cells()
-        return f"{sum(cell in self._found for cell in cells)} of {len(cells)} cells are done"
+        return f"{sum(cell in self._results for cell in cells)} of {len(cells)} cells are done"
 
     def _start(self, cell: Cell) -> None:
         grid, run = self._grid, self._folder / cell.name
@@ -94,7 +94,7 @@ class Runner:
         if grid.processes > 1:
             launcher = f"-m torch.distributed.run --standalone --nproc-per-node={grid.processes}"
             words = [*launcher.split(), *words]
-        place = min(set(range(self._jobs)) - {one.place for one in self._running})
+        place = min(set(range(self._jobs)) - {run.place for run in self._running})
         environment = {"OMP_NUM_THREADS": "1"} | os.environ
         if self._gpus:
             first = place % self._apart * grid.processes
@@ -117,9 +117,10 @@ class Runner:
         say(f"{'resumes' if resumes else 'starts'} {cell.name}; log: {log}")
 
     def _reap(self, leaving: bool = False) -> None:
-        for one in [one for one in self._running if one.process.poll() is not None]:
-            self._running.remove(one)
-            code, run = one.process.returncode, self._folder / one.cell.name
+        for started in [run for run in self._running if run.process.poll() is not None]:
+            self._running.remove(started)
+            cell, code = started.cell, started.process.returncode
+            run = self._folder / cell.name
             ended, note = "done", _note(run)
             if code and note.get("code") == DoNotRestart.exit_code and NOT_FINITE in str(note.get("reason")):
                 ended = NOT_FINITE
@@ -128,25 +129,25 @@ class Runner:
             try:
                 if code and ended == "done":
                     raise ValueError(f"exit code {note.get('code', code)}")
-                result = results.measured(self._grid, one.cell, run, self._device, ended)
+                result = results.measured(self._grid, cell, run, self._device, ended)
             except (OSError, ValueError) as error:
-                say(f"failed: {one.cell.name}: {error}; see {self._log(one.cell)}. The next call tries again")
+                say(f"failed: {cell.name}: {error}; see {self._log(cell)}. The next call tries again")
                 continue
             results.add(self._folder, result)
-            self._found[one.cell] = result
+            self._results[cell] = result
             outcome = f"{self._grid.outcome.metric} {result.outcome:.4g}"
-            say(f"{ended} {one.cell.name}: {outcome}, {result.seconds:.0f} s; {self._done}")
+            say(f"{ended} {cell.name}: {outcome}, {result.seconds:.0f} s; {self._done}")
 
     def _log(self, cell: Cell) -> Path:
         return self._folder / "logs" / f"{cell.name}.log"
 
     def _leave(self) -> None:
-        for one in self._running:
-            one.process.send_signal(signal.SIGTERM)  # SIGUSR1 would end torchrun and leave its ranks
+        for run in self._running:
+            run.process.send_signal(signal.SIGTERM)  # SIGUSR1 would end torchrun and leave its ranks
         until = time.monotonic() + PATIENCE
         while self._running:
-            for one in self._running if time.monotonic() > until else ():
-                one.process.kill()
+            for run in self._running if time.monotonic() > until else ():
+                run.process.kill()
             self._reap(leaving=True)
             time.sleep(0.2)
 

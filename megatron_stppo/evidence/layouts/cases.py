@@ -11,6 +11,8 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation.model_layout import check_model_layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
+OTHERS = 3  # layouts of `few` besides the given one
+
 
 @dataclass(frozen=True)
 class Case:
@@ -50,6 +52,24 @@ def cases(shape: ModelShape, world: int, given: ParallelConfig, budgets: list[in
     own = [Case(given, budget) for budget in budgets]
     own += [Case(given, budgets[0], reverse=True), Case(given, budgets[-1], apart=True)]
     return own + [Case(other, budgets[0]) for other in layouts(shape, world) if other != given]
+
+
+def few(shape: ModelShape, world: int, given: ParallelConfig, budgets: list[int]) -> list[Case]:
+    """Return the cases of the given layout, and at most OTHERS others.
+
+    Those without data parallelism and with as much of it as possible come first, but none whose ranks hold
+    more than twice as many weights.
+    """
+    every = cases(shape, world, given, budgets)
+    own = [case for case in every if case.parallel == given]
+    fit = [case for case in every[len(own) :] if 2 * _shards(case.parallel) >= _shards(given)]
+    others = sorted(fit, key=lambda case: Layout.of_world(world, case.parallel).data)
+    most = [case for case in others[::-1][: OTHERS - 1] if case is not others[0]]
+    return own + others[:1] + most
+
+
+def _shards(parallel: ParallelConfig) -> int:
+    return parallel.tensor * parallel.pipeline * parallel.expert
 
 
 def layouts(shape: ModelShape, world: int) -> Iterator[ParallelConfig]:

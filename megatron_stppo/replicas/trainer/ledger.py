@@ -15,7 +15,7 @@ from megatron_stppo.data.ledger import Admitted, Ledger, Taken, Terms, without_v
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.replicas.wire.episodes import Done
 from megatron_stppo.replicas.wire.messages import Assignment
-from megatron_stppo.validation.serving import check_open
+from megatron_stppo.validation.run_folder import check_open
 
 
 @dataclass(frozen=True)

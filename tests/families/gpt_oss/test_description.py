@@ -15,8 +15,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.families.gpt_oss import Yarn
 from megatron_stppo.model.flop import mixing
+from megatron_stppo.validation.model_folder import check_weights
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
-from megatron_stppo.validation.model_weights import check_weights
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import as_stored, by_file

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from megatron_stppo.config import ConfigError
 from megatron_stppo.families.qwen3_next.delta_net import DeltaNet, merged
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.validation.model_weights import check_weights, left_out
+from megatron_stppo.validation.model_folder import check_weights, left_out
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
 from megatron_stppo.weights.sharding.hf_files import entries
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape

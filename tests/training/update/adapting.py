@@ -36,7 +36,7 @@ def steps(
 
     from megatron_stppo.checkpoint.convert import export_peft
     from megatron_stppo.config import Config, LoraConfig
-    from megatron_stppo.evidence.layouts.measure import set_b
+    from megatron_stppo.evidence.bench.trial import set_b
     from megatron_stppo.model import build
     from megatron_stppo.model.learner import build_learner
     from megatron_stppo.model.optimizer import trained

@@ -1,0 +1,56 @@
+"""Checks that a step of actor and critic does not depend on how it is computed.
+
+The run's own layout computes it with micro-batches of a few trajectories, one and all, in the opposite order
+and without shared prefixes. A few other layouts follow (`few` in layouts/cases.py); `check-layouts` has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.config import Config
+from megatron_stppo.evidence.bench.stage import Checked, Stage, judged
+from megatron_stppo.evidence.layouts.cases import few
+from megatron_stppo.evidence.layouts.comparison import TOLERANCES, Compared, Tolerance, compared
+from megatron_stppo.parallel import groups
+from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+
+LAYOUTS = "the loss does not depend on the layout"
+
+
+def layouts(stage: Stage) -> Iterator[Checked]:
+    """Compare the same step under several layouts. Collective.
+
+    It replaces the process groups, so that the run's models cannot be used afterwards: the last check.
+    """
+    stage.rollouts.load_for("score")  # the engine releases its memory
+    shape, world = stage.learner.shape, stage.learner.mesh.world
+    stage.drop_models()
+    yield finding(stage.config, shape, world)
+    groups.replace(stage.config.parallel, stage.config.timeout)
+
+
+def finding(config: Config, shape: ModelShape, world: int) -> Checked:
+    """Return the line of all cases. Collective; the process groups are those of the last case."""
+    rows = list(compared(config, shape, partial(few, shape, world, config.parallel)))
+    seen = encode(_verdict(rows, TOLERANCES[process.dtype(config)]))
+    differs, measured = decode(broadcast_bytes(seen, 0), tuple[bool, str])  # other ranks have no weights
+    return judged(
+        LAYOUTS,
+        not differs,
+        measured,
+        "parallel, update.tokens_per_microbatch: `megatron-stppo check-layouts` shows which layouts and "
+        "sizes differ; use those that agree",
+    )
+
+
+def _verdict(rows: Sequence[Compared], limit: Tolerance) -> tuple[bool, str]:
+    """Return whether a case differs, and the numbers of all."""
+    largest = max(size / limit.of(name) for row in rows for name, size in row.apart.items())
+    if broken := [row for row in rows if row.broken]:
+        worst = f"{broken[0].case} ({broken[0].named('weights of {}')})"
+        return True, f"{len(broken)} of {len(rows)} cases differ from {rows[0].case!r}: {worst}"
+    return False, f"{len(rows)} cases, largest difference {largest:.2g} of what is allowed"

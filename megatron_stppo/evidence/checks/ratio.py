@@ -1,0 +1,58 @@
+"""Checks the ratios to the old policy: exactly 1 before a step, and what they must be after one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from megatron_stppo.evidence.bench.stage import Checked, Stage, judged
+from megatron_stppo.training.stages import score
+from megatron_stppo.training.update.actor_step import actor_step
+
+FIRST, LATER = "the first ratio is 1", "later ratios are not"
+SHIFT = 0.25  # nats
+
+
+def first_ratio(stage: Stage) -> Iterator[Checked]:
+    """Score the episodes, and compute the steps of the first epoch without taking them. Collective.
+
+    With old log-probs that are lower by SHIFT, the estimate k3 of the KL divergence is exp(SHIFT) - 1 -
+    SHIFT.
+    """
+    config, actor = stage.config, stage.actor
+    scoring = config.changed(update={"old_logprob": "score"}, algorithm={"old_policy": "score"})
+    stage.rollouts.load_for("score")
+    batch = score(replace(stage.learner, config=scoring), stage.batch)
+    batch = replace(batch, advantage_T=stage.random_T(0))
+    assert batch.old_logprob_T is not None
+    stage.rollouts.load_for("update")
+    largest, tokens = 0.0, 0
+    for minibatch in batch.epochs[0]:
+        step = actor_step(actor, stage.loss(batch, minibatch), minibatch, stage.learner.packer, hold=True)
+        apart_T = (step.ratios.logprob_T - batch.old_logprob_T)[step.ratios.chosen_T].abs()
+        largest = max(largest, float(apart_T.nan_to_num(torch.inf).max()))
+        tokens += len(apart_T)
+    yield judged(
+        FIRST,
+        largest == 0,
+        f"{tokens:,} tokens, largest difference of a log-prob {largest:.2g} (0 allowed)",
+        "update.tokens_per_microbatch, model.layers, megatron: scoring and update compute different "
+        "log-probs; remove what differs, or is random, in training only",
+    )
+    if largest > 0:
+        yield Checked(LATER, "skipped", "those of the first step are wrong")
+        return
+    shifted = replace(batch, old_logprob_T=batch.old_logprob_T - SHIFT)
+    minibatch = batch.epochs[0][0]
+    step = actor_step(actor, stage.loss(shifted, minibatch), minibatch, stage.learner.packer, hold=True)
+    k3 = math.expm1(SHIFT) - SHIFT
+    measured = step.metrics["actor/kl_to_old"]
+    yield judged(
+        LATER,
+        abs(measured - k3) < 0.01 * k3,
+        f"old log-probs lower by {SHIFT}: KL {measured:.6f}, must be {k3:.6f}",
+        "algorithm.old_policy: the surrogate does not use the old log-probs",
+    )

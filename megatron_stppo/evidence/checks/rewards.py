@@ -1,0 +1,182 @@
+"""Checks that a reward arrives at the last action token of its turn, and at no other token.
+
+Every turn gets a whole number of its own. Sums of them are exact in float32, so all comparisons of GAE are
+exact. What is expected is computed from the numbers of tokens alone, in plain Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from statistics import fmean, pvariance
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.base.types import FAILED, Batch, Summary, Trajectory
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data.exchange import Played
+from megatron_stppo.data.observed import with_observations
+from megatron_stppo.data.packing import groups_of
+from megatron_stppo.evidence.bench.stage import Checked, Stage, judged
+from megatron_stppo.training.advantage import estimate
+from megatron_stppo.training.stages import distribute
+
+LAND, GROUP = "rewards land", "group advantages are right"
+Rewards = Sequence[Sequence[float]]  # of every turn of every trajectory
+T = TypeVar("T", Summary, Trajectory)
+# without the terms that have checks or inputs of their own
+PLAIN: dict[str, Any] = {
+    "whiten": False,
+    "kl_coefficient": 0.0,
+    "truncated": "end",
+    "overlong_from": None,
+    "overlong_to": None,
+}
+GAE: dict[str, Any] = {"advantage": "gae", "gamma": 1.0, "lam_critic": None, "lam_length": None}
+
+
+def landing(stage: Stage) -> Iterator[Checked]:
+    """Compare the rewards of the episodes, and of planted ones, with the advantages. Collective."""
+    plain = stage.config.algorithm.changed(**PLAIN)
+    played, rewards = planted(stage.played)
+    batch = distribute(stage.learner, played, 0)
+    wrong, known = _credited(stage), sum(stage.record(n) is not None for n in range(len(stage.episodes)))
+    compared = f"rewards of {known} compared with the environment's"
+    tokens = len(batch.reward_T)
+    for lam in (0.0, 1.0):
+        gae = plain.changed(**GAE, lam=lam)
+        with_values = estimate(_valued(batch, gae), gae, groups_of(played.every))
+        assert with_values.advantage_T is not None and with_values.return_T is not None
+        needed = expected(played.every, rewards, gae)
+        for name, value_T in (("advantage", with_values.advantage_T), ("return", with_values.return_T)):
+            wrong += _first_wrong(f"{name} with lambda {lam:.0f}", value_T.tolist(), needed)
+    yield judged(
+        LAND,
+        not wrong,
+        wrong[0] if wrong else f"{tokens:,} action tokens of {len(played.every)} episodes ({compared})",
+        "environment, algorithm: report this line; a reward is credited to tokens that did not earn it",
+    )
+    if plain.advantage == "gae":
+        return
+    if plain.advantage not in ("group", "group_mean"):
+        yield Checked(GROUP, "skipped", f"algorithm.advantage={plain.advantage} has no short definition")
+        return
+    grouped = estimate(batch, plain, groups_of(played.every))
+    assert grouped.advantage_T is not None
+    relative = _relative(played.every, rewards, plain.advantage == "group")
+    wrong = _first_wrong("advantage", grouped.advantage_T.tolist(), relative, tolerance=1e-6)
+    yield judged(
+        GROUP,
+        not wrong,
+        wrong[0] if wrong else f"{tokens:,} action tokens",
+        "algorithm.advantage: report this line; advantages are not relative to the group",
+    )
+
+
+def planted(played: Played) -> tuple[Played, Rewards]:
+    """Return the episodes with another whole number as the reward of each turn, and these numbers.
+
+    The first episode that has turns is failed.
+    """
+    number = count(1)
+    rewards = [[float(next(number)) for _ in summary.turns] for summary in played.every]
+    start = next((n for n, summary in enumerate(played.every) if summary.turns), 0)
+    end = next((n for n in range(start + 1, len(rewards)) if played.every[n].branch == 0), len(rewards))
+    return rewarded(played, rewards, range(start, end)), rewards
+
+
+def rewarded(played: Played, rewards: Rewards, failed: Collection[int] = ()) -> Played:
+    """Return the episodes with these rewards, and with the outcome `error` for the trajectories `failed`."""
+
+    def changed(number: int, episode: T) -> T:
+        turns = tuple(replace(t, reward=r) for t, r in zip(episode.turns, rewards[number], strict=True))
+        return replace(episode, turns=turns, outcome="error" if number in failed else episode.outcome)
+
+    first = sum(played.counts[: dist.get_rank()])
+    every = [changed(n, summary) for n, summary in enumerate(played.every)]
+    return replace(played, every=every, own=[changed(first + n, t) for n, t in enumerate(played.own)])
+
+
+def expected(every: Sequence[Summary], rewards: Rewards, algorithm: AlgorithmConfig) -> list[float]:
+    """Return what GAE must give every action token, with gamma 1, values of 0, and lambda 0 or 1.
+
+    Example: a turn of 2 tokens and one of 1, rewards (1, 2): (0, 1, 2) with lambda 0, (3, 3, 2) with 1.
+    """
+    chained = algorithm.gae_histories == "chained"
+    later, out = 0.0, list[list[float]]()  # rewards, and tokens, of the later turns of the trajectory
+    follows = False  # whether a later history of the episode has turns
+    for n in reversed(range(len(every))):
+        own, is_last = list(rewards[n]), n + 1 == len(every) or not every[n + 1].branch
+        if not chained or is_last:
+            later = 0.0
+        elif own:
+            own[-1] = 0.0  # the last history has the reward of the episode
+        follows = not is_last and (follows or bool(every[n + 1].turns))
+        # (gamma lambda)^n of the steps in later histories
+        kept = 0.0 if algorithm.gae_histories == "discounted" and follows and not algorithm.lam else 1.0
+        live = every[n].outcome not in FAILED
+        for turn, reward in zip(reversed(every[n].turns), reversed(own), strict=True):
+            later = later * algorithm.lam + reward
+            before = later if algorithm.lam or algorithm.gae_level == "turn" else 0.0
+            out.append([later * kept * live] + [before * kept * live] * (turn.tokens - 1))
+    return [value for turn in reversed(out) for value in reversed(turn)]
+
+
+def _relative(every: Sequence[Summary], rewards: Rewards, normalised: bool) -> list[float]:
+    """Return the outcome of each trajectory's tokens relative to the first histories of its group."""
+    of_group: dict[int, list[float]] = {}
+    for summary, own in zip(every, rewards, strict=True):
+        if summary.outcome not in FAILED and summary.turns and not summary.branch:
+            of_group.setdefault(summary.group, []).append(math.fsum(own))
+    out: list[float] = []
+    for summary, own in zip(every, rewards, strict=True):
+        others, value = of_group.get(summary.group, [0.0]), 0.0
+        if summary.outcome not in FAILED:
+            mean, variance = fmean(others), pvariance(others)
+            value = (math.fsum(own) - mean) / (math.sqrt(variance + 1e-8) if normalised else 1.0)
+            value = value if variance else 0.0
+        out += [value] * sum(turn.tokens for turn in summary.turns)
+    return out
+
+
+def _credited(stage: Stage) -> list[str]:
+    """Return where the episodes have other rewards than their environments gave, or the batch has others
+    than the episodes."""
+    wrong = list[str]()
+    for n, trajectory in enumerate(stage.episodes):
+        record = stage.record(n)
+        if record is None or trajectory.outcome in FAILED:
+            continue
+        unanswered = [0.0] * (len(trajectory.turns) - len(record.rewards))
+        rewards = [turn.reward for turn in trajectory.turns]
+        if rewards != [*record.rewards, *unanswered]:
+            wrong.append(f"episode {n}: rewards {rewards}, and its environment gave {record.rewards}")
+    turns = (turn for trajectory in stage.episodes for turn in trajectory.summary.turns)
+    at_ends = [reward for turn in turns for reward in (*[0.0] * (turn.tokens - 1), turn.reward)]
+    return wrong + _first_wrong("reward", stage.batch.reward_T.tolist(), at_ends)
+
+
+def _valued(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+    """Return the batch with values of 0."""
+    value_R = None
+    if algorithm.gae_observations:
+        value_R = torch.zeros(len(with_observations(batch).reward_T))
+    return replace(batch, value_T=torch.zeros_like(batch.reward_T), value_R=value_R)
+
+
+def _first_wrong(
+    what: str, own: Sequence[float], needed: Sequence[float], tolerance: float = 0.0
+) -> list[str]:
+    """Return one line for the first token with another value than needed; none if there is no such token."""
+    if len(own) != len(needed):
+        return [f"{len(own):,} action tokens with a {what}, {len(needed):,} were generated"]
+    pairs = enumerate(zip(own, needed, strict=True))
+    wrong = [t for t, (a, b) in pairs if not abs(a - b) <= tolerance * max(1.0, abs(b))]
+    if not wrong:
+        return []
+    t = wrong[0]
+    return [f"{what}: {len(wrong):,} of {len(own):,} tokens; token {t} has {own[t]:g}, not {needed[t]:g}"]

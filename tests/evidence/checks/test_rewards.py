@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stppo.base.types import Summary, TurnSummary
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data import exchange, packing
+from megatron_stppo.evidence.bench.stage import Stage
+from megatron_stppo.evidence.checks.rewards import expected, landing
+from megatron_stppo.rollout.episodes.episode import History
+from tests.evidence.checks import staged
+from tests.ranks import run_ranks
+
+advantage: Any = import_module("megatron_stppo.training.advantage")
+
+
+def one_token_late(mp: pytest.MonkeyPatch) -> None:
+    """trl #5338."""
+    real = packing.without_tokens
+
+    def late(*given: Any) -> Any:
+        batch = real(*given)
+        return replace(batch, reward_T=batch.reward_T.roll(1))
+
+    mp.setattr(packing, "without_tokens", late)
+    mp.setattr(exchange, "without_tokens", late)
+
+
+def lost_before_an_observation(mp: pytest.MonkeyPatch) -> None:
+    """miles #1827."""
+    real = History.observe
+
+    def lost(self: History, ids: Any) -> None:
+        self.credit(0.0)
+        real(self, ids)
+
+    mp.setattr(History, "observe", lost)
+
+
+def return_ends_at_observations(mp: pytest.MonkeyPatch) -> None:
+    """verl #7278."""
+    real = advantage._gae
+
+    def ended(batch: Any, reward_T: Any, algorithm: Any) -> Any:
+        cut = replace(batch, action_offsets=batch.turn_offsets, cut_N=None, first_N=None)
+        return real(cut, reward_T, algorithm)
+
+    mp.setattr(advantage, "_gae", ended)
+
+
+def for_the_turn_before(mp: pytest.MonkeyPatch) -> None:
+    """verl #6310."""
+
+    def before(self: History, reward: float) -> None:
+        if self.turns:
+            at = max(0, len(self.turns) - 2)
+            self.turns[at] = replace(self.turns[at], reward=reward)
+
+    mp.setattr(History, "credit", before)
+
+
+def normalised_over_the_batch(mp: pytest.MonkeyPatch) -> None:
+    """Group advantages that are relative to all episodes."""
+    real = advantage.group_relative
+    mp.setattr(advantage, "group_relative", lambda outcome, group, *given: real(outcome, group * 0, *given))
+
+
+PLANTS: Any = {
+    one.__name__: one
+    for one in (
+        one_token_late,
+        lost_before_an_observation,
+        return_ends_at_observations,
+        for_the_turn_before,
+    )
+}
+
+
+def look(path: Path) -> Any:
+    def of(stage: Stage) -> Any:
+        found = staged.findings(stage, landing, PLANTS)
+        of_group = staged.with_section(stage, "algorithm", advantage="group")
+        name = normalised_over_the_batch.__name__
+        return found, staged.findings(of_group, landing, {name: normalised_over_the_batch}, again=False)
+
+    return staged.run(of, path)
+
+
+def test_planted_faults_of_rewards_are_found_and_healthy_ones_are_not(tmp_path: Path) -> None:
+    ((found, of_group),) = run_ranks(look, 1, staged.write(tmp_path / "project"), timeout=240)
+    assert found.pop("") == [] and of_group.pop("") == []
+    assert found.keys() == PLANTS.keys()
+    assert all(lines and lines[0].startswith("rewards land") for lines in found.values()), found
+    (line,) = of_group["normalised_over_the_batch"]
+    assert line.startswith("group advantages are right: advantage")
+
+
+def summary(*rewards: float, branch: int = 0, outcome: Any = "ok") -> Summary:
+    turns = tuple(TurnSummary(2, 0, reward, ((0, 2),)) for reward in rewards)
+    return Summary(0, 1, turns, outcome, 0, 0, 0, "", 0, branch)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"lam": 0.0}, [0, 1, 0, 2, 0, 3]),
+        ({"lam": 1.0}, [3, 3, 2, 2, 3, 3]),
+        ({"lam": 0.0, "gae_level": "turn"}, [1, 1, 2, 2, 3, 3]),
+        ({"lam": 0.0, "gae_histories": "discounted"}, [0, 0, 0, 0, 0, 3]),
+        ({"lam": 1.0, "gae_histories": "discounted"}, [3, 3, 2, 2, 3, 3]),
+        ({"lam": 0.0, "gae_histories": "chained"}, [0, 1, 0, 0, 0, 3]),
+        ({"lam": 1.0, "gae_histories": "chained"}, [4, 4, 3, 3, 3, 3]),
+    ],
+)
+def test_an_episode_of_two_histories_has_the_advantages_of_its_setting(given: Any, wanted: Any) -> None:
+    every, rewards = [summary(1, 2), summary(3, branch=1)], [[1.0, 2.0], [3.0]]
+    algorithm = AlgorithmConfig().model_copy(update=given)
+    assert expected(every, rewards, algorithm) == wanted
+    failed = [summary(1, 2, outcome="error"), summary(3, branch=1, outcome="error")]
+    assert expected(failed, rewards, algorithm) == [0.0] * 6
