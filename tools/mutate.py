@@ -47,13 +47,7 @@ SOURCES = {
     "data/packing": ["data/packing", "data/routes", "data/exchange", "branches"],
     "data/ledger": ["data/ledger", "replicas/ledger", "replicas/ledger_resampling"],
     "replicas/trainer/ledger": [
-        *(
-            "replicas/ledger",
-            "replicas/ledger_resampling",
-            "replicas/lengths_trained",
-            "replicas/failed_batch",
-        ),
-        "replicas/hub",
+        f"replicas/{name}" for name in ("ledger", "ledger_resampling", "evaluation", "hub")
     ],
     "training/update/actor_step": ["training/update/ratios", *(f"training/update/{name}" for name in STEPS)],
     "training/update/critic_step": ["training/update/faults"],

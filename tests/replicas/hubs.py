@@ -20,6 +20,7 @@ from megatron_stppo.replicas.wire.dialer import Dialer
 from megatron_stppo.replicas.wire.episodes import Done
 from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import FromTrainer, Hello, Moved, Play, Ready, Receive, Trained
+from tests.replicas.peers import until
 
 TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(12))
 EXPECTED = Expected("m0", 100, "float32", "0.32.0", 64)
@@ -152,10 +153,3 @@ def trainer(
         hub.close("done")
         for dialer in dialers:
             dialer.close()
-
-
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends, "nothing happened"
-        time.sleep(0.01)

@@ -13,8 +13,10 @@ from megatron_stppo.base.types import Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.ledger import Taken
 from megatron_stppo.data.tasks import TaskCursor
+from megatron_stppo.replicas.trainer.member import shares
 from megatron_stppo.replicas.wire.messages import Assignment, Moved, Play, Receive, ReplicaEnds, Stop
-from tests.replicas.hubs import SIZE, TASKS, hello, trainer, until
+from tests.replicas.hubs import SIZE, TASKS, hello, trainer
+from tests.replicas.peers import until
 
 
 def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are() -> None:
@@ -78,13 +80,6 @@ def test_a_lost_replicas_episodes_are_played_by_another_with_the_same_seeds() ->
         a.dialer.close()  # its connection ends
         assert b.next(Play).episodes == (first[0], *first[2:])
         assert (t.crew.lost, t.hub.numbers()["reassigned"]) == (1, 3)
-
-
-def test_a_silent_replica_is_lost() -> None:
-    with trainer(timeout=0.3) as (t, connect):
-        a = connect()
-        t.join(a, "a")  # its dialer sends a sign of life every 2 s, which is too rare for this timeout
-        until(lambda: t.crew.lost == 1)
 
 
 def test_ranks_that_wait_for_a_lost_replica_are_told() -> None:
@@ -274,10 +269,18 @@ def test_what_ends_a_colocated_run_ends_the_trainer(kind: str, error: type[Excep
             t.hub.wait(lambda: None)
 
 
-def test_at_the_end_replicas_are_told_to_stop() -> None:
-    with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
-        t.hub.close("the run has ended")
-        assert a.next(Stop).reason == "the run has ended"
-        t.hub._thread.join()
+def test_episodes_go_to_the_replica_that_plays_fewest() -> None:
+    assert shares(5, [0, 2], [8, 8]) == [3, 2]
+    assert shares(1, [3, 1, 2], [8, 8, 8]) == [0, 1, 0]
+
+
+def test_a_replica_gets_no_more_than_it_has_room_for() -> None:
+    assert shares(9, [0, 0], [2, 4]) == [2, 4]
+    assert shares(3, [4], [4]) == [0]
+    assert shares(3, [], []) == []
+
+
+def test_idle_replicas_get_the_shares_of_a_colocated_run() -> None:
+    for replicas in (1, 2, 3, 4):
+        for each in (1, 2, 7):
+            assert shares(replicas * each, [0] * replicas, [99] * replicas) == [each] * replicas

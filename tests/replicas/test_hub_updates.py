@@ -17,7 +17,8 @@ from megatron_stppo.replicas.wire.messages import (
     ReplicaEnds,
     Stop,
 )
-from tests.replicas.hubs import hello, played, trainer, until
+from tests.replicas.hubs import hello, played, trainer
+from tests.replicas.peers import until
 
 
 def test_the_hub_is_settled_when_all_admitted_episodes_have_finished() -> None:

@@ -159,45 +159,6 @@ def run(
         yield numbers(batch)
 
 
-@given(schedules())
-def test_every_episode_is_trained_once_and_in_order_of_admission_none_is_older_than_the_bound(terms) -> None:
-    tasks, samples, staleness, order, _ = terms
-    book = ledger(tasks, samples, staleness, order)
-    admitted: dict[int, int] = {}
-    admit = book.admit
-
-    def noting(iteration: int):
-        new = admit(iteration)
-        admitted.update((a.number, iteration) for a in new)
-        return new
-
-    book.admit = noting  # type: ignore[method-assign]
-    trained = []
-    for iteration, batch in enumerate(run(book, terms, 0, 8)):
-        if order == "admission":
-            assert all(iteration - admitted[number] <= staleness for number in batch)
-        trained += batch
-    assert len(trained) == len(set(trained)) == 8 * tasks * samples
-    left = {number for number in admitted if number not in trained}
-    assert left == {n for n in admitted} - set(trained) and len(left) <= staleness * tasks * samples
-    if order == "admission":
-        assert trained == list(range(8 * tasks * samples))
-
-
-@given(schedules(), st.integers(1, 6))
-def test_a_checkpoint_restores_what_is_open_and_the_next_batches(terms, cut: int) -> None:
-    tasks, samples, staleness, order, _ = terms
-    book = ledger(tasks, samples, staleness, order)
-    before = [number for batch in run(book, terms, 0, cut) for number in batch]
-    state = json.loads(json.dumps(book.state() | {"iteration": cut}))
-    again = ledger(tasks, samples, staleness, order)
-    again.restore(state, decode_episodes(encode_episodes(book.kept(), ()))[0])
-    assert again.unfinished() == book.unfinished() and again.ready == book.ready
-    after = [number for batch in run(again, terms, cut, cut + 4) for number in batch]
-    assert after == [number for batch in run(book, terms, cut, cut + 4) for number in batch]
-    assert len(set(before + after)) == len(before + after)
-
-
 @given(schedules(), st.integers(0, 6), st.integers(1, 3))
 def test_a_batch_that_is_put_back_is_trained_on_once_after_a_resume_and_its_failed_episodes_are_played_again(
     terms, cut: int, every: int

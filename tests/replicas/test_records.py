@@ -19,7 +19,8 @@ from megatron_stppo.replicas.wire.messages import (
 )
 from megatron_stppo.rollout.episodes.record import RecordedHistory
 from megatron_stppo.rollout.vllm.generation import RecordedTurn
-from tests.replicas.hubs import SIZE, TASKS, hello, trainer, until
+from tests.replicas.hubs import SIZE, TASKS, hello, trainer
+from tests.replicas.peers import until
 
 
 def turn(tokens: int, version: int = 0, reason: str | None = None) -> RecordedTurn:

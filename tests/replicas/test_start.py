@@ -14,17 +14,9 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer.start import start_hub
 from megatron_stppo.replicas.wire.messages import Trained
 from tests.ranks import run_ranks
-from tests.rollout.vllm.tiny import build_model
+from tests.replicas.light import write_project
 
 TRAINED = Trained(Layout(), "local")
-
-
-def write_project(folder: Path) -> None:
-    build_model(folder / "model")
-    (folder / "tasks.jsonl").write_text(
-        '{"data_source": "test", "prompt": [{"role": "user", "content": "Which city?"}], '
-        '"reward_model": {"style": "rule", "ground_truth": {"target": ["Paris"]}}}\n'
-    )
 
 
 def refused(folder: Path) -> tuple[int, str]:
@@ -59,7 +51,7 @@ def opened_elsewhere(folder: Path) -> Config:
 
 
 def test_a_replica_that_starts_in_another_folder_finds_the_model_and_the_environment(tmp_path: Path) -> None:
-    write_project(tmp_path)
+    write_project(tmp_path, 512)
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "own_beside.py").touch()
     (found,) = run_ranks(opened_elsewhere, 1, tmp_path)
@@ -68,7 +60,7 @@ def test_a_replica_that_starts_in_another_folder_finds_the_model_and_the_environ
 
 
 def test_an_error_of_the_first_rank_is_raised_on_all_ranks(tmp_path: Path) -> None:
-    write_project(tmp_path)
+    write_project(tmp_path, 512)
     found = run_ranks(refused, 2, tmp_path)
     assert [rank for rank, _ in found] == [0, 1]
     assert {said.partition(" on ")[0] for _, said in found} == {"serving.address=192.0.2.1: cannot listen"}
