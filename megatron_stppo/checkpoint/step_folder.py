@@ -90,15 +90,15 @@ def retire(folder: Path, step: int, before: int, keep: int, keep_every: int) -> 
     before: the step published or resumed from before `step`. Other steps after it are removed, because they
     were abandoned by a rollback or could not be read. Partly written folders are removed too.
     """
-    line = [step, *(n for n in found(folder) if n <= before and n != step)]
+    line = [step, *(n for n in published(folder) if n <= before and n != step)]
     kept = {*line[:keep], *(n for n in line if keep_every and n % keep_every == 0)}
-    for n in set(found(folder)) - kept:
+    for n in set(published(folder)) - kept:
         _remove(folder / f"step_{n}")
     for left in folder.glob("step_*.tmp-*"):
         shutil.rmtree(left)
 
 
-def found(folder: Path) -> list[int]:
+def published(folder: Path) -> list[int]:
     """Return the published steps, newest first."""
     if not folder.is_dir():
         return []
@@ -110,7 +110,7 @@ def found(folder: Path) -> list[int]:
 def candidates(folder: Path) -> list[int]:
     """Return the steps in the order in which they are tried: the one that LATEST names, then the others,
     newest first."""
-    there = found(folder)
+    there = published(folder)
     if not there:
         return []
     try:

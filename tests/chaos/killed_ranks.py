@@ -100,12 +100,12 @@ class Ranks:
 
     def _newest(self) -> int:
         """Return the step that the next attempt resumes after comparing all its bytes; 0 if there is none."""
-        if not steps.found(self.folder):
+        if not steps.published(self.folder):
             return 0
         try:
             step = steps.latest(self.folder)
         except steps.Damaged:  # killed between the first step's rename and the pointer's
-            step = steps.found(self.folder)[0]
+            step = steps.published(self.folder)[0]
         path = self.folder / f"step_{step}"
         fault = steps.compare(path, steps.inspect(path).items())
         assert not fault, f"{path}: {fault}"

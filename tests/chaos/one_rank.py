@@ -83,7 +83,7 @@ def goes_on(root: Path, model: Path) -> None:
         saver.save(1, trainers, {"iteration": 1})
         add(trainers, 1.0)
         saver.check()
-        assert steps.found(root / "beside") == [], "nothing is visible before it is complete"
+        assert steps.published(root / "beside") == [], "nothing is visible before it is complete"
         may_write.set()
         saver.finish()
     assert files(root / "beside" / "step_1") == files(root / "waited" / "step_1")
@@ -129,7 +129,7 @@ def not_planned(root: Path, model: Path) -> None:
         patch.setattr(host_copy, "check_coverage", find)
         with pytest.raises(RuntimeError, match=r"a save cannot be planned: a\.weight has a gap"):
             saver.save(1, trainers, {"iteration": 1})
-    assert steps.found(root / "not_planned") == []
+    assert steps.published(root / "not_planned") == []
 
 
 def not_read(root: Path, model: Path) -> None:
@@ -188,7 +188,7 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
         saver.save(step, trainers, {"iteration": step})
         saver._settle()
     assert [p.name for p in folder.iterdir() if "tmp" in p.name] == [], "the scratch folder is removed"
-    assert steps.found(folder) == [1] and steps.latest(folder) == 1
+    assert steps.published(folder) == [1] and steps.latest(folder) == 1
     assert len(said) == 2 and all(len(line.splitlines()) == 1 for line in said)
     assert str(folder / "step_2") in said[0] and "MiB" in said[0] and "File too large" in said[0], said
     with pytest.raises(saving.CheckpointError, match="could not be saved"):
@@ -196,7 +196,7 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     saver.save(4, trainers, {"iteration": 4})
     saver.finish()
-    assert steps.found(folder) == [4]
+    assert steps.published(folder) == [4]
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
     with pytest.raises(saving.CheckpointError, match="3 checkpoints in a row"):
         for step in (5, 6, 7):
@@ -229,10 +229,10 @@ def not_finite(root: Path, model: Path) -> None:
             saver.save(2, trainers, {"iteration": 2})
         spoil.view(-1)[0] = before
     saver.finish()
-    assert steps.found(root / "finite") == [1] and steps.latest(root / "finite") == 1
+    assert steps.published(root / "finite") == [1] and steps.latest(root / "finite") == 1
     saver.save(2, trainers, {"iteration": 2})
     saver.finish()
-    assert steps.found(root / "finite") == [2, 1]
+    assert steps.published(root / "finite") == [2, 1]
 
 
 def kept(root: Path, model: Path) -> None:
@@ -242,18 +242,18 @@ def kept(root: Path, model: Path) -> None:
     for step in range(1, 9):
         saver.save(step, trainers, {"iteration": step})
     saver.finish()
-    assert steps.found(folder) == [8, 7, 6, 3] and steps.latest(folder) == 8
+    assert steps.published(folder) == [8, 7, 6, 3] and steps.latest(folder) == 8
     (folder / steps.LATEST).write_text("step_6")  # a user rolls back
     state = saver.load(trainers)
     assert state is not None and state["iteration"] == 6
     saver.save(6, trainers, {"iteration": 6})  # is there
     saver.save(7, trainers, {"iteration": 7})
     saver.finish()
-    assert steps.found(folder) == [7, 6, 3], "8 belongs to the abandoned course"
+    assert steps.published(folder) == [7, 6, 3], "8 belongs to the abandoned course"
     (folder / "step_7" / "actor" / "common.pt").write_bytes(b"")
     state = saver.load(trainers)
     assert state is not None and state["iteration"] == 6
     shutil.rmtree(folder / "step_3")
     saver.save(8, trainers, {"iteration": 8})
     saver.finish()
-    assert steps.found(folder) == [8, 6], "7 cannot be read and displaces no other step"
+    assert steps.published(folder) == [8, 6], "7 cannot be read and displaces no other step"

@@ -117,18 +117,6 @@ def test_ranks_that_do_not_answer_are_named_and_the_others_are_judged() -> None:
     assert failures(found) == {ANSWERS: ("rank 3 (b): stopped answering",)}
 
 
-def test_without_a_gpu_bandwidth_is_shown_but_not_judged() -> None:
-    slow = RankReport("a", [("min_bandwidth_node", "a", 1.0)])
-    found = {row.name: row for row in judge(1, {0: slow}, {0: slow}, limits.DEFAULTS)}
-    row = found["all-reduce within a node"]
-    assert (row.value, row.verdict, row.remedy) == ("1 GB/s", "not checked", "no GPU: not checked")
-
-
-def test_a_matrix_product_is_compared_with_the_median_rank() -> None:
-    speeds = [("min_compute", "a", 100.0), ("min_compute", "b", 200.0), ("min_compute", "c", 800.0)]
-    assert worst_of("min_compute", speeds) == {"a": 0.5, "b": 1.0, "c": 4.0}
-
-
 def test_limits_can_be_changed_and_open_files_grow_with_the_ranks() -> None:
     assert failures(rows(report(3), max_memory_used=0.5)).keys() == {"GPU memory in use"}
     given = limits.read(["min_bandwidth_node=300", "max_visible=2.5"])
