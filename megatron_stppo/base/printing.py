@@ -15,6 +15,12 @@ from typing import Any, Literal, TextIO
 MAX_LINE = 200  # characters of foreign text in one line
 
 
+def say(text: str, enabled: bool = True) -> None:
+    """Print one line on stderr; ranks > 0 pass enabled=False."""
+    if enabled:
+        print(f"megatron-stppo: {text}", file=sys.stderr, flush=True)
+
+
 def printable(text: Any) -> str:
     """Return foreign text that is safe to print on a terminal.
 

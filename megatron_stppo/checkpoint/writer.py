@@ -10,13 +10,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_stppo.base.printing import say
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.host_copy import HostCopy, Written
 from megatron_stppo.checkpoint.step_folder import File, Manifest
@@ -69,7 +69,7 @@ class Save:
             self.refused = f"{self.final} is not saved ({self.bytes / 2**20:.1f} MiB): {error}"
             if self._first:
                 shutil.rmtree(self.scratch, ignore_errors=True)
-                _say(f"WARNING: {self.refused}; training continues, the next checkpoint will be tried")
+                say(f"WARNING: {self.refused}; training continues, the next checkpoint will be tried")
         except BaseException as error:
             self.broken = error
         finally:
@@ -135,11 +135,11 @@ class Save:
             steps.write_durably(self.scratch / name, content)
             files[name] = steps.describe(self.scratch / name)
         steps.publish(self.scratch, self.final, replace(self.manifest, files=files))
-        _say(f"saved {self.final}")
+        say(f"saved {self.final}")
         try:
             self.retire()
         except OSError as error:  # the step is published; only disk space is lost
-            _say(f"WARNING: older checkpoints could not be removed: {error}")
+            say(f"WARNING: older checkpoints could not be removed: {error}")
         return Report()
 
 
@@ -147,7 +147,3 @@ def _combined(failures: dict[int, Failure]) -> RuntimeError:
     """Return the first failure that is not of the file system, or else the first of all."""
     broken = next((failure for failure in failures.values() if not failure.refused), None)
     return Refused(next(iter(failures.values())).text) if broken is None else RuntimeError(broken.text)
-
-
-def _say(text: str) -> None:
-    print(f"megatron-stppo: {text}", file=sys.stderr, flush=True)

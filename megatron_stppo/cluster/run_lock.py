@@ -22,7 +22,6 @@ import json
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -30,6 +29,7 @@ from pathlib import Path
 
 import msgspec
 
+from megatron_stppo.base.printing import say
 from megatron_stppo.config import Config, ConfigError
 
 LOCK = "lock"
@@ -83,8 +83,7 @@ def take(config: Config) -> None:
             raise ConfigError(_in_use(config, holder))
         if waited < LOOK:
             who = f"process {holder.process} on {holder.host}"
-            text = f"{folder} is locked by {who}; waiting up to {LEASE:g} s to see whether it still runs"
-            print(f"megatron-stppo: {text}", file=sys.stderr)
+            say(f"{folder} is locked by {who}; waiting up to {LEASE:g} s to see whether it still runs")
         time.sleep(LOOK)
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(asdict(LockOwner.this())).encode() + b"\n", 0)

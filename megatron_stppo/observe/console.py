@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_stppo.base.printing import say
+
 # Columns of metrics.jsonl in the order in which a line shows them, and their formats.
 COLUMNS = {
     "reward/mean": "reward {:.3f}",
@@ -29,12 +31,6 @@ ERRORS = {"reward/mean": "reward/standard_error", "evaluate/exact_match": "evalu
 EXPLAINED, LOWEST = "critic/explained_variance", -10.0
 FAILED = ("outcome/error", "outcome/timeout")
 SERVED = "serving/replicas"  # a column of asynchronous runs only
-
-
-def say(text: str, enabled: bool = True) -> None:
-    """Print one line; ranks > 0 pass enabled=False."""
-    if enabled:
-        print(f"megatron-stppo: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -6,12 +6,12 @@ are absolute, so that commands can use them in any folder.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_stppo.base.files import replacing
+from megatron_stppo.base.printing import say
 from megatron_stppo.config import Config
 from megatron_stppo.config.file import NOT_YAML, load, parse
 from megatron_stppo.observe.run_files import set_aside
@@ -64,15 +64,11 @@ def say_changes(config: Config) -> None:
     try:
         before = parse(path.read_bytes()) if path.exists() else None
     except NOT_YAML:
-        print(
-            f"megatron-stppo: {path} is damaged; the settings that --resume changes are unknown",
-            file=sys.stderr,
-        )
-        return
+        return say(f"{path} is damaged; the settings that --resume changes are unknown")
     if isinstance(before, dict):
         for change in changes(before, parse(config.absolute().dump())):
             if not change.startswith(UNREAD):
-                print(f"megatron-stppo: --resume changes {change}", file=sys.stderr)
+                say(f"--resume changes {change}")
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

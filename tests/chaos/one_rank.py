@@ -180,7 +180,7 @@ def disk_full(root: Path, model: Path, said: list[str]) -> None:
     saver.save(1, trainers, {"iteration": 1})
     saver.finish()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    writer._say = said.append  # type: ignore[assignment]
+    writer.say = said.append  # type: ignore[assignment]
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
     for step in (2, 3):

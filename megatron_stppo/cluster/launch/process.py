@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_stppo.base.errors import ConfigError
-from megatron_stppo.base.printing import Printable
+from megatron_stppo.base.printing import Printable, say
 from megatron_stppo.cluster.launch import slurm
 from megatron_stppo.cluster.preemption import ends_at_sigterm
 
@@ -193,7 +193,7 @@ def start(config: Config, is_alone: bool = True) -> MeshRank:
     with ends_at_sigterm():
         mesh = groups.initialize(config.parallel, config.timeout)
     if mesh.rank == 0:
-        print(f"megatron-stppo: {_opening(config, mesh)}", file=sys.stderr)
+        say(_opening(config, mesh))
     return mesh
 
 
@@ -211,7 +211,7 @@ def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: i
     raise_file_limit(world_size(), replicas, tensor)
     cuda = torch.cuda.is_available()
     if slurm.started_by_srun(os.environ):  # srun keeps a log per rank
-        print(f"megatron-stppo: {slurm.logged_variables(os.environ)}", file=sys.stderr)
+        say(slurm.logged_variables(os.environ))
     slurm.check_gpus(os.environ, cuda)
     if cuda:
         torch.cuda.set_device(device_index())
