@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from megatron_stppo.cluster import deadlines
 from megatron_stppo.cluster.deadlines import Beat, is_reader, oldest, place, read, unfinished, verdict
-from tests.cluster import in_step
 
 MODULE = "torch._C._distributed_c10d"
 PAIR = {"is_p2p": True, "process_group": ("7", "undefined")}
@@ -48,10 +48,33 @@ def beat(
     return Beat(number, entered, phase, at, waits)
 
 
+def walk(rank: int, world: int, folder: Path, deadline: float) -> None:
+    """Run steps with the others in phase score, until a deadline ends it. Output goes to folder/stderr-N."""
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_stppo.cluster.launch import process
+
+    with (folder / f"stderr-{rank}").open("w") as file:
+        os.dup2(file.fileno(), 2)
+    deadlines.BEAT, deadlines.SILENT = 0.2, 0.8
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=2))
+    process.log_to(folder, rank)
+    limits = {"start_up": 60.0, "score": deadline, "other": 60.0}
+    with deadlines.Watchdog(folder, limits, rank, world) as watchdog:
+        while True:
+            with watchdog.phase("score"):
+                dist.all_reduce(torch.ones(8))
+                time.sleep(0.01)
+
+
 def test_a_stopped_rank_is_named_with_its_phase_and_the_others_end(tmp_path: Path) -> None:
     """Three real processes use gloo; the second gets SIGSTOP."""
     context, deadline = mp.get_context("spawn"), 2.0
-    ranks = [context.Process(target=in_step.walk, args=(r, 3, tmp_path, deadline)) for r in range(3)]
+    ranks = [context.Process(target=walk, args=(r, 3, tmp_path, deadline)) for r in range(3)]
     for process in ranks:
         process.start()
     try:

@@ -7,12 +7,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import yaml
@@ -21,7 +22,6 @@ from megatron_stppo.cluster.launch.process import free_port
 from megatron_stppo.environments.retrieval import BM25Retriever
 from tests.forking import stand_in
 from tests.rollout.vllm.tiny import build_model
-from tests.training.loop.listeners import Listener, Watchdog
 
 # Every run has these variables; no run may write their values anywhere.
 SECRETS = {"RETRIEVER_TOKEN": "planted-a41f97c05e", "WANDB_API_KEY": "planted-77d20be6d3"}
@@ -76,6 +76,57 @@ def write(root: Path) -> Path:
     path = root / "config.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
+
+
+class Listener(NamedTuple):
+    """Example: Listener("agent", "::", 29500). The owner is "agent" for torchrun, "rank" for its children."""
+
+    owner: str
+    address: str
+    port: int
+
+
+class Listening:
+    """A thread that collects the listening sockets of a process and of all its descendants while it lives.
+
+    Example: with Listening(pid) as listening: ...; then listening.found has every listener that was seen.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
+        self.found: set[Listener] = set()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Listening:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        # a child that was sampled before its exec has the agent's sockets
+        agents = {listener[1:] for listener in self.found if listener.owner == "agent"}
+        self.found -= {Listener("rank", *place) for place in agents}
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.2):  # seconds; a listener of this program lives for its whole run
+            try:
+                processes = [("agent", self._root)]
+                processes += [("rank", child) for child in self._root.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                return
+            for owner, process in processes:
+                self._look(owner, process)
+
+    def _look(self, owner: str, process: psutil.Process) -> None:
+        try:
+            sockets = process.net_connections("inet")
+        except psutil.NoSuchProcess:  # it ended between the two calls
+            return
+        for opened in sockets:
+            if opened.status == psutil.CONN_LISTEN:
+                self.found.add(Listener(owner, opened.laddr.ip, opened.laddr.port))
 
 
 @dataclass(frozen=True)
@@ -144,14 +195,14 @@ def run_command(arguments: tuple[str, ...], ranks: int = 2, python: str = "") ->
             text=True,
             env=ENVIRONMENT,
         ) as process,
-        Watchdog(process.pid) as watchdog,
+        Listening(process.pid) as listening,
     ):
         try:
             out, err = process.communicate(timeout=240)
         finally:
             if process.poll() is None:
                 process.terminate()  # torchrun ends its ranks
-    return Done(process.returncode, out, err, frozenset(watchdog.found))
+    return Done(process.returncode, out, err, frozenset(listening.found))
 
 
 @contextmanager
