@@ -34,13 +34,7 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
-from megatron_stppo.weights.sharding.hf_names import (
-    Head,
-    ModelShape,
-    hf_shapes,
-    read_shape,
-    text_fields,
-)
+from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes, read_shape, text_fields
 from megatron_stppo.weights.sharding.hf_write import (
     FILE_BYTES,
     as_stored,
@@ -141,11 +135,7 @@ def on_first(write: Callable[[], None]) -> None:
 
 
 def export_peft(
-    folder: Path,
-    parameters: Mapping[str, Tensor],
-    shape: ModelShape,
-    config: Config,
-    mesh: MeshRank,
+    folder: Path, parameters: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank
 ) -> str:
     """Write the adapters of all ranks in the format of the package `peft`, and return their size as text.
 

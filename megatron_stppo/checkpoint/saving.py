@@ -37,10 +37,7 @@ from megatron_stppo.checkpoint.writer import Save
 from megatron_stppo.config import Config
 from megatron_stppo.data.text.tokenizer_files import digests
 from megatron_stppo.model.optimizer import Trainer, not_finite
-from megatron_stppo.parallel.collectives import (
-    all_reduce_sum,
-    any_rank,
-)
+from megatron_stppo.parallel.collectives import all_reduce_sum, any_rank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_names import read_shape
 

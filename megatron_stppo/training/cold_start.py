@@ -64,10 +64,8 @@ def cold_start(config: Config, open_episodes: OpenEpisodes | None = None) -> Non
     """
     settings, data = config.cold_start, config.data.demonstrations
     assert data is not None, "validation/checks.py requires it"
-    tokenizer, mesh = (
-        load_tokenizer(config.model.path, config.model.template_arguments),
-        process.start(config),
-    )
+    tokenizer = load_tokenizer(config.model.path, config.model.template_arguments)
+    mesh = process.start(config)
     first_rank = mesh.rank == 0
     episodes = open_episodes(config, mesh, tokenizer) if open_episodes is not None else None
     if episodes is None:
@@ -100,8 +98,7 @@ def _train(config: Config, mesh: MeshRank, scripts: list[Demonstration]) -> Path
         )
     with timed("model", first_rank):
         model = build.data_parallel(
-            build.from_hf("actor", shape, config, mesh, process.dtype(config)),
-            distributed_optimizer=True,
+            build.from_hf("actor", shape, config, mesh, process.dtype(config)), distributed_optimizer=True
         )
     optimizer = OptimizerConfig(
         lr=settings.lr, weight_decay=settings.weight_decay, grad_clip=settings.grad_clip
