@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, DividedBatch, EstimatedBatch, ScoredBatch, UpdatedBatch
 
 PACKAGE = "megatron_stppo"
 CHECKED = (
@@ -74,14 +74,15 @@ def install() -> None:
                 for other in [m for n, m in sys.modules.items() if n.partition(".")[0] == PACKAGE]:
                     for key in [key for key, value in vars(other).items() if value is function]:
                         setattr(other, key, wrapped)
-    Batch.__init__ = checked_batch(Batch.__init__)
+    for record in (Batch, DividedBatch, ScoredBatch, EstimatedBatch, UpdatedBatch):
+        record.__init__ = checked_batch(record.__init__)
 
 
 def checked_batch(begin: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(begin)
     def call(self: Batch, *given: Any, **by_name: Any) -> None:
         begin(self, *given, **by_name)
-        check("Batch", vars(self).items())
+        check(type(self).__name__, vars(self).items())
 
     return call
 

@@ -15,7 +15,7 @@ import torch
 
 from megatron_stppo.algorithm.baselines import group_relative
 from megatron_stppo.base.errors import TooManyFailures
-from megatron_stppo.base.types import Batch, Branch, Outcome, Task, Trajectory, Turn
+from megatron_stppo.base.types import Branch, EstimatedBatch, Outcome, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.division import minibatches
 from megatron_stppo.data.packing import to_batch
@@ -65,20 +65,20 @@ def test_the_reward_belongs_to_the_last_turn_of_every_history() -> None:
 def test_group_statistics_are_over_episodes_and_hold_for_every_history() -> None:
     one = Trajectory(TASK, (1,), (Turn((2,), (-0.5,), (), 0.0, ((3, 1),)),), "wrong", group=6)
     batch = to_batch([*played().histories(), one])
-    assert batch.first_N is not None and batch.first_N.tolist() == [True, False, True]
+    assert batch.first_N.tolist() == [True, False, True]
     outcome_N, group_N = torch.tensor([1.0, 1.0, 0.0]), torch.tensor([6, 6, 6])
     centred = group_relative(outcome_N, group_N, batch.live_N, False, batch.first_N)
     assert centred.tolist() == [0.5, 0.5, -0.5], "the mean of the two episodes is 1/2"
     scaled = group_relative(outcome_N, group_N, batch.live_N, True, batch.first_N)
     assert scaled.tolist() == pytest.approx([1, 1, -1], abs=1e-6)
-    assert to_batch([one]).first_N is None
+    assert to_batch([one]).first_N.tolist() == [True]
 
 
-def with_values(trajectories: list[Trajectory], value_T: torch.Tensor) -> Batch:
-    return replace(to_batch(trajectories), value_T=value_T)
+def with_values(trajectories: list[Trajectory], value_T: torch.Tensor) -> ScoredBatch:
+    return ScoredBatch.of(to_batch(trajectories), epochs=(), value_T=value_T)
 
 
-def gae(batch: Batch, **settings: object) -> Batch:
+def gae(batch: ScoredBatch, **settings: object) -> EstimatedBatch:
     given = {"preset": "ppo", "kl_coefficient": 0, "whiten": False} | settings
     return estimate(batch, AlgorithmConfig(**given), torch.zeros(len(batch.live_N)))
 
@@ -194,7 +194,7 @@ def test_requests_reach_the_other_ranks_of_an_engine_unchanged() -> None:
 
 
 def test_minibatches_differ_by_one_trajectory_if_branches_do_not_divide() -> None:
-    parts = minibatches(9, 4, 0, 0, 0)
+    parts = minibatches(torch.ones(9, dtype=torch.bool), 4, 0, 0, 0)
     assert sorted(map(len, parts)) == [2, 2, 2, 3] and sorted(n for part in parts for n in part) == list(
         range(9)
     )

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from megatron_stppo.algorithm.aggregation import token_weights
-from megatron_stppo.base.types import Message, Outcome, Summary, Task, Trajectory, Turn, Versions
+from megatron_stppo.base.types import (
+    Batch,
+    Message,
+    Outcome,
+    Summary,
+    Task,
+    Trajectory,
+    Turn,
+    UpdatedBatch,
+    Versions,
+)
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.observe.describe import (
     current_mismatch,
@@ -36,6 +46,13 @@ def unplayed(outcome: Outcome) -> Trajectory:
     return Trajectory(TASK, (), (), outcome)
 
 
+def updated(batch: Batch, **columns: torch.Tensor) -> UpdatedBatch:
+    """Return the batch after an update with these columns. Advantages are 0 if they are not given."""
+    return UpdatedBatch.of(
+        batch, **({"epochs": (), "advantage_T": torch.zeros_like(batch.reward_T)} | columns)
+    )
+
+
 def summaries(played: list[Trajectory]) -> list[Summary]:
     return [t.summary for t in played]
 
@@ -45,14 +62,14 @@ def test_every_outcome_is_counted_in_the_metrics() -> None:
         trajectory(outcome) for outcome, n in zip(OUTCOMES, (1, 2, 3, 4, 5), strict=True) for _ in range(n)
     ]
     batch = to_batch(played)
-    row = describe(summaries(played), replace(batch, old_logprob_T=batch.rollout_logprob_T), 0)
+    row = describe(summaries(played), updated(batch, old_logprob_T=batch.rollout_logprob_T), 0)
     assert [row[f"outcome/{outcome}"] for outcome in OUTCOMES] == [1, 2, 3, 4, 5]
 
 
 def test_episodes_that_never_began_are_counted_too() -> None:
     played = [trajectory("ok"), unplayed("error"), unplayed("timeout"), unplayed("timeout")]
     batch = to_batch(played)
-    row = describe(summaries(played), replace(batch, old_logprob_T=batch.rollout_logprob_T), 0)
+    row = describe(summaries(played), updated(batch, old_logprob_T=batch.rollout_logprob_T), 0)
     assert (row["outcome/ok"], row["outcome/error"], row["outcome/timeout"]) == (1, 1, 2)
     assert row["reward/mean"] == 0.0 and row["rollout/turns"] == 1.0
 
@@ -72,7 +89,7 @@ def test_mismatch_between_engine_and_trainer_is_measured_on_tokens_with_loss() -
     played = [trajectory("ok"), trajectory("timeout")]
     batch = to_batch(played)
     old = batch.rollout_logprob_T + torch.tensor([0.5, 0.5, 9.0, 9.0])
-    assert describe(summaries(played), replace(batch, old_logprob_T=old), 0)[
+    assert describe(summaries(played), updated(batch, old_logprob_T=old), 0)[
         "mismatch/mean_abs"
     ] == pytest.approx(0.5)
 
@@ -128,7 +145,7 @@ def test_the_95th_percentile_is_the_nearest_rank() -> None:
 def test_metrics_of_a_scored_batch_match_a_hand_calculation() -> None:
     """Two live tokens have log-probs -1, -2 and reference -2, -2; values are 0, 1 and returns 1, 1."""
     played = [trajectory("ok"), trajectory("timeout")]
-    batch = replace(
+    batch = updated(
         to_batch(played),
         old_logprob_T=torch.tensor([-1.0, -2.0, 9.0, 9.0]),
         reference_logprob_T=torch.tensor([-2.0, -2.0, 9.0, 9.0]),

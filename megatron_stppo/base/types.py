@@ -283,21 +283,12 @@ class Batch:
     rollout_logprob_T: torch.Tensor  # float32, reported by the engine
     version_T: torch.Tensor  # int64, the policy version that generated the token
     reward_T: torch.Tensor  # float32; the reward of a turn is on its last token
-    old_logprob_T: torch.Tensor | None = None  # float32, see algorithm.old_policy
-    reference_logprob_T: torch.Tensor | None = None
-    value_T: torch.Tensor | None = None
+    first_N: torch.Tensor  # bool: the first history of each episode; the others follow it
+    cut_N: torch.Tensor  # bool: outcome `truncated`
+    state_S: torch.Tensor  # int64, TurnSummary.state
     # uint8 or int32 [P, layers of this pipeline rank, k]: the experts that scoring and update must use; the
     # largest number of the type where the router chooses. If None, the router always chooses.
     routes_P: torch.Tensor | None = None
-    advantage_T: torch.Tensor | None = None
-    return_T: torch.Tensor | None = None
-    # float32; only if GAE includes observation tokens (data/observed.py), else None
-    value_R: torch.Tensor | None = None
-    return_R: torch.Tensor | None = None
-    # bool: the first history of each episode; None if every episode has one history
-    first_N: torch.Tensor | None = None
-    cut_N: torch.Tensor | None = None  # bool: outcome `truncated`; None if no trajectory has it
-    state_S: torch.Tensor | None = None  # int64, TurnSummary.state
 
     @property
     def tokens(self) -> int:
@@ -309,20 +300,51 @@ class Batch:
         """Mask of the action tokens that carry loss, bool [T]."""
         return self.live_N.repeat_interleave(self.action_offsets.diff())
 
-
-BatchT = TypeVar("BatchT", bound=Batch)
+    @classmethod
+    def of(cls, batch: Batch, **more: Any) -> Self:
+        """Return the record of a later stage with the columns of `batch`, and more."""
+        names = [field.name for field in fields(cls) if hasattr(batch, field.name)]
+        return cls(**{name: getattr(batch, name) for name in names} | more)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Divided(Batch):
-    """A batch, and the minibatches of each epoch of its update. All of them contain every trajectory once."""
+class DividedBatch(Batch):
+    """A batch, and the minibatches of each epoch of its update."""
 
-    epochs: tuple[tuple[Minibatch, ...], ...]
+    epochs: tuple[tuple[Minibatch, ...], ...]  # an epoch has every trajectory once
 
-    @classmethod
-    def of(cls, batch: Batch, **more: Any) -> Self:
-        """Return the record with the columns of `batch`, and more."""
-        return cls(**{field.name: getattr(batch, field.name) for field in fields(Batch)} | more)
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch(DividedBatch):
+    """A batch with what the models say about its action tokens, float32.
+
+    R: everything after the prompts; these columns exist only if GAE includes observations (data/observed.py).
+    """
+
+    old_logprob_T: torch.Tensor | None = None  # see algorithm.old_policy; None: the update computes them
+    reference_logprob_T: torch.Tensor | None = None  # None without a reference
+    value_T: torch.Tensor | None = None  # None without a critic
+    value_R: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatedBatch(ScoredBatch):
+    """A scored batch with its advantages, float32; 0 for trajectories that are not live."""
+
+    advantage_T: torch.Tensor
+    return_T: torch.Tensor | None = None  # the targets of the critic; None without one
+    return_R: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdatedBatch(EstimatedBatch):
+    """A batch after its update, which always has old log-probs."""
+
+    old_logprob_T: torch.Tensor
+
+
+BatchT = TypeVar("BatchT", bound=Batch)
+ScoredT = TypeVar("ScoredT", bound=ScoredBatch)
 
 
 def _check_versions(versions: Versions, tokens: int) -> None:

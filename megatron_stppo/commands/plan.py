@@ -99,7 +99,7 @@ def _recorded(config: Config, folder: Path) -> RecordedBatch:
             f"--from={folder}: its last iteration has {episodes} episodes, fewer than "
             f"update.minibatches={count}; give another run"
         )
-    steps = minibatches(len(batch.live_N), count, config.run.seed, 0, 0, batch.first_N)
+    steps = minibatches(batch.first_N, count, config.run.seed, 0, 0)
     return RecordedBatch(folder, episodes, batch, steps)
 
 

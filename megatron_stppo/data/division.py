@@ -29,19 +29,17 @@ from megatron_stppo.parallel.groups import MeshRank
 PACKED = ("tokens_P", "held_N", "action_index_T", "turn_offsets")
 
 
-def minibatches(
-    trajectories: int, count: int, seed: int, iteration: int, epoch: int, first_N: Tensor | None = None
-) -> list[list[int]]:
+def minibatches(first_N: Tensor, count: int, seed: int, iteration: int, epoch: int) -> list[list[int]]:
     """Return a random permutation of the episodes, cut into `count` parts, equal up to one episode.
 
-    first_N: bool [N], the trajectories that begin an episode; None: all. The others of an episode follow it.
+    first_N: bool [N], the trajectories that begin an episode. The others of an episode follow it.
     The result depends only on the arguments, so resuming needs no saved state.
 
     Example: 8 trajectories and count 4 give four minibatches of 2. 9 trajectories of 8 episodes, as one with
     a branch adds one, give three of 2 and one of 3.
     """
-    begins = range(trajectories) if first_N is None else first_N.nonzero().flatten().tolist()
-    episodes = [list(range(*ends)) for ends in pairwise([*begins, trajectories])]
+    ends = [*first_N.nonzero().flatten().tolist(), len(first_N)]
+    episodes = [list(range(*pair)) for pair in pairwise(ends)]
     assert len(episodes) >= count, (len(episodes), count)
     random.Random(f"{seed}/{iteration}/{epoch}").shuffle(episodes)  # a text seed is hashed equally everywhere
     cuts = [len(episodes) * part // count for part in range(count + 1)]
@@ -87,7 +85,7 @@ class Packer:
         index = torch.tensor(chosen)
         costs = [cost(length, self.hidden) for length in batch.sequence_offsets.diff()[index].tolist()]
         groups = saved = None
-        if self.spec.share_prefixes and batch.state_S is not None:  # those of one prompt save its cost
+        if self.spec.share_prefixes:  # those of one prompt save its cost
             prompts, groups = prompts_of(batch, index)
             saved = [cost(length, self.hidden) for length in prompts]
         dealt = partition(costs, self.mesh.data_size, groups, saved)
@@ -149,9 +147,7 @@ def cost(length: int, hidden: int) -> float:
 def prompts_of(batch: Batch, index: Tensor) -> tuple[list[int], list[int]]:
     """Return (tokens of the prompt, a number that is equal for equal prompts) of the trajectories at `index`.
 
-    Without a turn the prompt counts 0 tokens. Needs Batch.state_S.
-    """
-    assert batch.state_S is not None
+    Without a turn the prompt counts 0 tokens."""
     acts, padded = batch.action_offsets.diff()[index] > 0, torch.nn.functional.pad
     first_T = padded(batch.action_index_T, (0, 1))[batch.action_offsets[index]]
     tokens = (first_T - batch.sequence_offsets[index]).where(acts, 0)

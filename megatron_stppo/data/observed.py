@@ -7,44 +7,36 @@ not.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, BatchT
+from megatron_stppo.data.validity import columns
+
+# the columns of action tokens that are known for observations too
+OF_ALL = {"value_T": "value_R", "return_T": "return_R"}
 
 
-def with_observations(batch: Batch) -> Batch:
+def with_observations(batch: BatchT) -> BatchT:
     """Return a batch of the same packed tokens and trajectories, whose axis T is the axis R of `batch`.
 
     Its value_T and return_T are value_R and return_R. A turn and the observation that follows it become one
-    turn. Rewards, log-probs and versions of observations are 0, so observations have neither reward nor KL
-    penalty.
+    turn. Other columns are 0 for observations, which have neither reward nor KL penalty.
     Example: for the trajectory in types.Trajectory, action_index_T = [2, 3, .., 9], turn_offsets = [0, 7, 8].
     """
-    own_R = _positions(batch)
-    acted_R = action_rows(batch)
-
-    def spread(value_T: Tensor) -> Tensor:
-        return value_T.new_zeros(len(own_R)).index_copy(0, acted_R, value_T)
-
-    old_T, reference_T = batch.old_logprob_T, batch.reference_logprob_T
-    return replace(
-        batch,
-        action_index_T=own_R,
-        turn_offsets=_rows_of(batch.turn_offsets, acted_R, len(own_R)),
-        action_offsets=_rows_of(batch.action_offsets, acted_R, len(own_R)),
-        rollout_logprob_T=spread(batch.rollout_logprob_T),
-        version_T=spread(batch.version_T),
-        reward_T=spread(batch.reward_T),
-        old_logprob_T=None if old_T is None else spread(old_T),
-        reference_logprob_T=None if reference_T is None else spread(reference_T),
-        value_T=batch.value_R,
-        return_T=batch.return_R,
-        advantage_T=None,
-        value_R=None,
-        return_R=None,
-    )
+    own_R, acted_R = _positions(batch), action_rows(batch)
+    changed: dict[str, Any] = {
+        name: value_T.new_zeros(len(own_R)).index_copy(0, acted_R, value_T)
+        for name, value_T in columns(batch).items()
+        if name.endswith("_T")
+    }
+    changed |= {name: getattr(batch, of_all) for name, of_all in OF_ALL.items() if hasattr(batch, name)}
+    changed["action_index_T"] = own_R
+    for name in ("turn_offsets", "action_offsets"):
+        changed[name] = _rows_of(getattr(batch, name), acted_R, len(own_R))
+    return replace(batch, **changed)
 
 
 def action_rows(batch: Batch) -> Tensor:

@@ -132,12 +132,8 @@ def without_tokens(summaries: Sequence[Summary], rollout_logprob_T: Tensor) -> B
         rollout_logprob_T=rollout_logprob_T,
         version_T=column(v for v, _ in runs).repeat_interleave(column(count for _, count in runs)),
         reward_T=reward_T,
-        first_N=torch.tensor([s.branch == 0 for s in summaries])
-        if any(s.branch for s in summaries)
-        else None,
-        cut_N=torch.tensor([s.outcome == "truncated" for s in summaries])
-        if any(s.outcome == "truncated" for s in summaries)
-        else None,
+        first_N=torch.tensor([s.branch == 0 for s in summaries]),
+        cut_N=torch.tensor([s.outcome == "truncated" for s in summaries]),
         state_S=column(turn.state for turn in turns),
     )
 

@@ -7,7 +7,6 @@ pass: the update refuses their batch (`not_finite`).
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +70,6 @@ def not_finite(batch: Batch) -> list[str]:
 
 
 def columns(batch: Batch) -> dict[str, Tensor]:
-    """Return the batch's tensors by name, without those that are None."""
-    given: dict[str, Any] = {field.name: getattr(batch, field.name) for field in fields(Batch)}
-    return {name: value for name, value in given.items() if value is not None}
+    """Return the batch's tensors by name."""
+    every = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in every.items() if isinstance(value, Tensor)}

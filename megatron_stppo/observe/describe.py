@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_stppo.algorithm.penalties import k1, k3
-from megatron_stppo.base.types import Batch, Summary, Versions
+from megatron_stppo.base.types import Batch, Summary, UpdatedBatch, Versions
 from megatron_stppo.data.ledger import without_variance
 
 
@@ -41,7 +41,7 @@ def standard_error(values: Sequence[float], tasks: Sequence[int]) -> float:
     return math.sqrt(between) / len(values) if count > 1 else 0.0
 
 
-def describe(trajectories: Sequence[Summary], batch: Batch, version: int) -> dict[str, Any]:
+def describe(trajectories: Sequence[Summary], batch: UpdatedBatch, version: int) -> dict[str, Any]:
     """Return reward, behaviour and train/serve mismatch of a scored batch. Equal on all ranks.
 
     version: the policy version that is updated on the batch.
@@ -147,10 +147,9 @@ def _token_staleness(runs: Versions, version: int) -> dict[str, float]:
     return {f"staleness/tokens_{n}": tokens[n] / total for n in range(max(tokens, default=0) + 1)}
 
 
-def describe_batch(batch: Batch) -> dict[str, Any]:
+def describe_batch(batch: UpdatedBatch) -> dict[str, Any]:
     """Return the metrics of a scored batch that do not need its trajectories."""
     live_T = batch.live_T
-    assert batch.old_logprob_T is not None
     mismatch_T = (batch.old_logprob_T - batch.rollout_logprob_T)[live_T]
     row: dict[str, Any] = {
         "rollout/action_tokens": len(live_T),
@@ -161,9 +160,8 @@ def describe_batch(batch: Batch) -> dict[str, Any]:
     if batch.reference_logprob_T is not None:
         given = batch.old_logprob_T[live_T], batch.reference_logprob_T[live_T]
         row |= {"kl/reference": _mean(k1(*given)), "kl/reference_k3": _mean(k3(*given))}
-    if batch.advantage_T is not None:
-        advantage_T = batch.advantage_T[live_T]
-        row |= {"advantage/mean": _mean(advantage_T), "advantage/variance": _variance(advantage_T)}
+    advantage_T = batch.advantage_T[live_T]
+    row |= {"advantage/mean": _mean(advantage_T), "advantage/variance": _variance(advantage_T)}
     if batch.value_T is not None and batch.return_T is not None:
         row["advantage/variance_before_whitening"] = _variance((batch.return_T - batch.value_T)[live_T])
         row["critic/explained_variance"] = explained_variance(batch.value_T[live_T], batch.return_T[live_T])

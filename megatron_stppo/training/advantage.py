@@ -13,15 +13,15 @@ from megatron_stppo.algorithm.gae import Lambda, later_steps, of_length, token_l
 from megatron_stppo.algorithm.own import OwnAdvantage
 from megatron_stppo.algorithm.penalties import KLEstimator, kl, overlong
 from megatron_stppo.algorithm.ratio import episode_offsets, segment_sum, spread
-from megatron_stppo.base.types import Batch, BatchT
+from megatron_stppo.base.types import Batch, BatchT, EstimatedBatch, ScoredBatch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.observed import action_rows, with_observations
 
 
 def estimate(
-    batch: BatchT, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
-) -> BatchT:
-    """Return the batch with advantage_T and, for GAE, return_T filled: float32, 0 for failed trajectories.
+    batch: ScoredBatch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
+) -> EstimatedBatch:
+    """Return the batch with its advantages and, for GAE, its returns.
 
     With algorithm.truncated=mask, truncated trajectories are not live any more. With gae_observations,
     return_R is filled too, and whitening includes the observation tokens.
@@ -31,15 +31,18 @@ def estimate(
     tokens, so no collective is needed.
     Raises ValueError if the batch lacks values or log-probs that the settings need.
     """
-    if algorithm.truncated == "mask" and batch.cut_N is not None:
+    if algorithm.truncated == "mask":
         batch = replace(batch, live_N=batch.live_N & ~batch.cut_N)
     shaped = _shaped(batch, algorithm)
-    if algorithm.gae_observations:
-        whole, rows = _over_actions(with_observations(shaped), algorithm, group_N), action_rows(batch)
-        assert whole.advantage_T is not None and whole.return_T is not None
-        given = {"advantage_T": whole.advantage_T[rows], "return_T": whole.return_T[rows]}
-        return replace(batch, **given, return_R=whole.return_T)
-    return replace(_over_actions(shaped, algorithm, group_N, own), reward_T=batch.reward_T)
+    if not algorithm.gae_observations:
+        advantage_T, return_T = _over_actions(shaped, algorithm, group_N, own)
+        return EstimatedBatch.of(batch, advantage_T=advantage_T, return_T=return_T)
+    rows, (advantage_R, return_R) = (
+        action_rows(batch),
+        _over_actions(with_observations(shaped), algorithm, group_N),
+    )
+    assert return_R is not None, "only GAE includes observations"
+    return EstimatedBatch.of(batch, advantage_T=advantage_R[rows], return_T=return_R[rows], return_R=return_R)
 
 
 def _shaped(batch: BatchT, algorithm: AlgorithmConfig) -> BatchT:
@@ -50,8 +53,9 @@ def _shaped(batch: BatchT, algorithm: AlgorithmConfig) -> BatchT:
 
 
 def _over_actions(
-    batch: BatchT, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
-) -> BatchT:
+    batch: ScoredBatch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the advantages and, for GAE, the returns, float32 [T]."""
     in_reward = algorithm.kl_coefficient if algorithm.kl_in == "reward" else 0.0
     if algorithm.advantage != "gae":
         # Only the environment's outcomes are normalised. If the KL penalty were normalised too, a group of
@@ -63,14 +67,14 @@ def _over_actions(
         gamma = algorithm.gamma if algorithm.advantage == "kl" else 1.0
         to_come_T, _ = token_level(penalty_T, without.reward_T, batch.action_offsets, gamma, 1.0)
         advantage_T = of_rewards_T + to_come_T.float()
-        return replace(batch, advantage_T=advantage_T.masked_fill(~batch.live_T, 0).float())
+        return advantage_T.masked_fill(~batch.live_T, 0).float(), None
     reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     advantage_T, return_T = _gae(batch, reward_T, algorithm)
     dead_T = ~batch.live_T
     advantage_T, return_T = advantage_T.masked_fill(dead_T, 0), return_T.masked_fill(dead_T, 0)
     if algorithm.whiten and _rewards_vary(batch):
         advantage_T = whitened(advantage_T, batch.live_T)
-    return replace(batch, advantage_T=advantage_T.float(), return_T=return_T.float())
+    return advantage_T.float(), return_T.float()
 
 
 def has_signal(
@@ -103,7 +107,6 @@ def _relative(batch: Batch, algorithm: AlgorithmConfig, group_N: Tensor, own: Ow
         return spread(of_episode_N, batch.action_offsets, total)
     same, with_episode = BY_TURN[algorithm.advantage]
     live_N, first_N = batch.live_N, batch.first_N
-    first_N = torch.ones_like(live_N) if first_N is None else first_N
     cell_S, counted_S = same(owner_S, group_N, live_N & first_N, batch.state_S)
     return_S = turn_returns(batch.reward_T, batch.turn_offsets, batch.action_offsets, algorithm.gamma)
     turn_S = group_relative(return_S, cell_S, live_N[owner_S], True, counted_S)
@@ -123,8 +126,7 @@ def _of_outcomes(
         return torch.zeros_like(outcome_N)
     if own is None:
         return group_relative(outcome_N, group_N, live_N, algorithm.advantage != "group_mean", first_N)
-    counted_N = live_N if first_N is None else live_N & first_N
-    advantage_N = own(outcome_N, group_N, counted_N)
+    advantage_N = own(outcome_N, group_N, live_N & first_N)
     if advantage_N.shape != live_N.shape:
         raise ValueError(
             f"algorithm.advantage: returned {list(advantage_N.shape)} for {len(live_N)} trajectories"
@@ -132,7 +134,7 @@ def _of_outcomes(
     return advantage_N.double().masked_fill(~live_N, 0)
 
 
-def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+def _gae(batch: ScoredBatch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     if batch.value_T is None:
         raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
     offsets, cut_N = batch.action_offsets, batch.cut_N
@@ -140,7 +142,7 @@ def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Te
     chained = first_N is not None and algorithm.gae_histories == "chained"
     if chained:
         reward_T = _rewarded_once(reward_T, batch)
-        offsets, cut_N = episode_offsets(offsets, first_N), None if cut_N is None else cut_N[first_N]
+        offsets, cut_N = episode_offsets(offsets, first_N), cut_N[first_N]
     of_level = partial(turn_level, turn_offsets=batch.turn_offsets)
     level = partial(
         of_level if algorithm.gae_level == "turn" else token_level,
@@ -165,7 +167,6 @@ def _gae(batch: Batch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tuple[Te
 def _rewarded_once(reward_T: Tensor, batch: Batch) -> Tensor:
     """Return the rewards without the environment's at the end of each history that another of its episode
     follows: every history has the reward of the episode there."""
-    assert batch.first_N is not None
     goes_on_N = ~batch.first_N.roll(-1) & (batch.action_offsets.diff() > 0)  # an episode begins the batch
     last = batch.action_offsets[1:][goes_on_N] - 1
     return reward_T.index_add(0, last, -batch.reward_T[last])
@@ -202,7 +203,7 @@ def _rewards_vary(batch: Batch) -> bool:
     return bool(squares / count - (total / count) ** 2 > 1e-12 * squares / count)
 
 
-def with_kl_penalty(batch: Batch, coefficient: float, estimator: KLEstimator = "k1") -> Tensor:
+def with_kl_penalty(batch: ScoredBatch, coefficient: float, estimator: KLEstimator = "k1") -> Tensor:
     """Return reward_T - coefficient * KL(old policy || reference) as estimated per token, float32 [T].
 
     Raises ValueError if the coefficient is not 0 and the batch lacks old or reference log-probs.
@@ -225,8 +226,7 @@ def with_overlong_penalty(batch: BatchT, first: int, last: int, most: float) -> 
     Example: first 2, last 4, most 1: an episode of 3 action tokens loses 0.5, one of 5 loses 1.
     """
     tokens_N = batch.action_offsets.diff()
-    begins_N = torch.ones_like(batch.live_N) if batch.first_N is None else batch.first_N
-    episode_N = begins_N.cumsum(0) - 1  # the histories of an episode follow its first
+    episode_N = batch.first_N.cumsum(0) - 1  # the histories of an episode follow its first
     length_N = torch.zeros_like(tokens_N).index_add(0, episode_N, tokens_N)[episode_N]
     acted_N, reward_T = tokens_N > 0, batch.reward_T.clone()
     reward_T[batch.action_offsets[1:][acted_N] - 1] -= overlong(length_N, first, last, most)[acted_N].float()

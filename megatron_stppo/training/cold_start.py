@@ -14,7 +14,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -172,12 +171,9 @@ def by_tokens(
         yield step
 
 
-def as_batch(scripts: list[Demonstration], context_weight: float) -> Batch:
-    """Return a batch in which each script is one long turn after a prompt of one token.
-
-    advantage_T is the weight of each token in the loss: 1 if it is written by the model, else context_weight.
-    """
-    batch = to_batch(
+def as_batch(scripts: list[Demonstration]) -> Batch:
+    """Return a batch in which each script is one long turn after a prompt of one token."""
+    return to_batch(
         [
             Trajectory(
                 SCRIPT,
@@ -188,8 +184,6 @@ def as_batch(scripts: list[Demonstration], context_weight: float) -> Batch:
             for ids in (script.token_ids for script in scripts)
         ]
     )
-    written_T = torch.tensor([written for script in scripts for written in script.written[1:]])
-    return replace(batch, advantage_T=torch.where(written_T, 1.0, context_weight))
 
 
 def train_step(
@@ -201,11 +195,14 @@ def train_step(
     packer: Packer,
     rate: float,
 ) -> tuple[float, float]:
-    """Make an optimizer step. Return its loss and the loss of the turns alone, in nats per unit of weight."""
-    batch = as_batch(scripts, context_weight)
-    assert batch.advantage_T is not None
-    written_T = torch.tensor([float(written) for script in scripts for written in script.written[1:]])
-    parts = [(weight_T, float(weight_T.sum())) for weight_T in (batch.advantage_T, written_T)]
+    """Make an optimizer step. Return its loss and the loss of the turns alone, in nats per unit of weight.
+
+    A token has the weight 1 in the loss if it is written by the model, else context_weight.
+    """
+    batch = as_batch(scripts)
+    written_T = torch.tensor([written for script in scripts for written in script.written[1:]])
+    weights = (torch.where(written_T, 1.0, context_weight), written_T.float())
+    parts = [(weight_T, float(weight_T.sum())) for weight_T in weights]
     loss = partial(_loss, head=head, parts=parts)
     trainer.zero()
     records = forward_backward(trainer.model, packer.pack(batch, packer.whole(batch)), loss)

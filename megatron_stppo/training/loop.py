@@ -71,20 +71,20 @@ def train(
         # score: log-probs by actor (unless the update computes them) and reference, values by the critic
         with observer.phase("score"):
             rollouts.load_for("score")
-            batch = score(learner, distribute(learner, played, iteration))
+            scored = score(learner, distribute(learner, played, iteration))
         # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
             group_N = groups_of(played.every)
-            batch = estimate(batch, config.algorithm, group_N, own.advantage)
+            batch = estimate(scored, config.algorithm, group_N, own.advantage)
             hold = not has_signal(batch, config.algorithm, group_N, own.advantage)
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):
             rollouts.load_for("update")
-            row, last, batch = update(learner, batch, iteration, hold, own.loss)
-            row |= describe(played.every, batch, iteration) | describe_groups(played.every, played.dropped)
-            row |= training.checkpoints.guard.look(done, row, batch, group_N, hold)
-        log.write_turns(done, turns(batch, last, config.algorithm))
-        row |= observer.measure(batch) | rollouts.measure() | written
+            row, last, updated = update(learner, batch, iteration, hold, own.loss)
+            row |= describe(played.every, updated, iteration) | describe_groups(played.every, played.dropped)
+            row |= training.checkpoints.guard.look(done, row, updated, group_N, hold)
+        log.write_turns(done, turns(updated, last, config.algorithm))
+        row |= observer.measure(updated) | rollouts.measure() | written
         _check(config, row)
         # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"), training.leaving(done, row):

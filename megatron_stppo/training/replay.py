@@ -9,14 +9,14 @@ update.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch, Divided
+from megatron_stppo.base.types import Batch, ScoredBatch
 from megatron_stppo.checkpoint import loading
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config, ConfigError
@@ -36,7 +36,7 @@ from megatron_stppo.training.update.own import Own
 from megatron_stppo.validation import attempts, checks
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
-Read = Callable[[Learner, Path, int], tuple[Divided, Tensor, dict[str, Any]]]
+Read = Callable[[Learner, Path, int], tuple[ScoredBatch, Tensor, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
     for number in progress(numbers, name, rank == 0, every=None):
         with metrics.phase("score"):
             learner.load_for("score")
-            batch, group_N, row = source.read(learner, run, number)
+            scored, group_N, row = source.read(learner, run, number)
         with metrics.phase("advantage"):
-            batch = estimate(batch, config.algorithm, group_N, own.advantage)
+            batch = estimate(scored, config.algorithm, group_N, own.advantage)
         with metrics.phase("update"):
             learner.load_for("update")
             hold = not has_signal(batch, config.algorithm, group_N, own.advantage)
-            of_update, _, batch = update(learner, batch, number - 1, hold, own.loss)
-            row = of_update | describe_batch(batch) | row
-            row |= checkpoints.guard.look(number, row, batch, group_N, hold)
+            of_update, _, updated = update(learner, batch, number - 1, hold, own.loss)
+            row = of_update | describe_batch(updated) | row
+            row |= checkpoints.guard.look(number, row, updated, group_N, hold)
         metrics.log(number, row)
     learner.load_for("checkpoint")
     checkpoints.save(numbers[-1])
@@ -101,7 +101,7 @@ def _load(learner: Learner, run: Path, start: str) -> dict[str, Any]:
     return state
 
 
-def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Divided, Tensor, dict[str, Any]]:
+def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[ScoredBatch, Tensor, dict[str, Any]]:
     played = trajectory_log.read(run, iteration, learner.shape.vocab)
     batch, every = divided(learner, to_batch(played), iteration - 1), [t.summary for t in played]
     _check(learner, batch, run, iteration)
@@ -109,10 +109,10 @@ def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[Divided, Ten
     return score(learner, batch), groups_of(every), row
 
 
-def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Divided, Tensor, dict[str, Any]]:
+def _batches(learner: Learner, run: Path, iteration: int) -> tuple[ScoredBatch, Tensor, dict[str, Any]]:
     batch, group_N = dumps.read(run, iteration, learner.mesh)
     _check(learner, batch, run, iteration)
-    batch = divided(learner, batch, iteration - 1)
+    batch = replace(batch, epochs=divided(learner, batch, iteration - 1).epochs)
     reference = learner.config.model.reference_path
     recorded = (read_yaml(run / "config.yaml", "RUN_DIR").get("model") or {}).get("reference_path")
     if learner.config.needs_reference and recorded != (None if reference is None else str(reference)):
@@ -125,7 +125,6 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Divided, Tens
         ("value_R", learner.config.algorithm.gae_observations),
         ("reference_logprob_T", learner.config.needs_reference),
         ("routes_P", learner.config.algorithm.routing_replay != "off"),
-        ("state_S", learner.config.algorithm.advantage == "gigpo"),
     ):
         if needed and getattr(batch, column) is None:
             raise ConfigError(
@@ -144,8 +143,7 @@ def _batches(learner: Learner, run: Path, iteration: int) -> tuple[Divided, Tens
 
 
 def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
-    episodes = len(batch.live_N) if batch.first_N is None else int(batch.first_N.sum())
-    enforce([checks.divisible(learner.config, learner.mesh.layout, episodes)])
+    enforce([checks.divisible(learner.config, learner.mesh.layout, int(batch.first_N.sum()))])
     largest = int(batch.tokens_P.max()) if len(batch.tokens_P) else 0  # all of this rank's episodes failed
     if largest >= learner.shape.vocab:
         raise ConfigError(

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.rate import capped_kl
-from megatron_stppo.base.types import Batch, BatchT, Divided, Minibatch
+from megatron_stppo.base.types import (
+    Batch,
+    DividedBatch,
+    EstimatedBatch,
+    Minibatch,
+    ScoredBatch,
+    ScoredT,
+    UpdatedBatch,
+)
 from megatron_stppo.data.division import chosen_tokens, minibatches
 from megatron_stppo.data.exchange import Played, deal
 from megatron_stppo.data.observed import action_rows, with_observations
@@ -32,7 +40,7 @@ from megatron_stppo.training.update.ratios import Ratios, StepRatios
 PART, LEAST = 8, 8
 
 
-def distribute(learner: Learner, played: Played, iteration: int) -> Divided:
+def distribute(learner: Learner, played: Played, iteration: int) -> DividedBatch:
     """Return the batch of all trajectories, in which this rank holds the tokens that it trains on.
 
     Collective.
@@ -47,18 +55,18 @@ def distribute(learner: Learner, played: Played, iteration: int) -> Divided:
     return replace(batch, routes_P=routes_P[:, routed_layers(learner.actor.chunks)])
 
 
-def divided(learner: Learner, batch: Batch, iteration: int) -> Divided:
+def divided(learner: Learner, batch: Batch, iteration: int) -> DividedBatch:
     """Return the batch with the minibatches of the iteration's update, equal on every rank.
 
     The stages only compute on trajectories whose tokens the rank holds: those of its parts.
     """
     update, seed = learner.config.update, learner.config.run.seed
     steps = (
-        minibatches(len(batch.live_N), update.minibatches, seed, iteration, epoch, batch.first_N)
+        minibatches(batch.first_N, update.minibatches, seed, iteration, epoch)
         for epoch in range(update.epochs)
     )
     epochs = tuple(tuple(learner.packer.divide(batch, chosen) for chosen in epoch) for epoch in steps)
-    return Divided.of(batch, epochs=epochs)
+    return DividedBatch.of(batch, epochs=epochs)
 
 
 def _parts(epochs: Iterable[Iterable[Minibatch]]) -> list[list[int]]:
@@ -67,7 +75,7 @@ def _parts(epochs: Iterable[Iterable[Minibatch]]) -> list[list[int]]:
     return [sorted(set(itertools.chain(*parts))) for parts in of_rank]
 
 
-def score(learner: Learner, batch: Divided) -> Divided:
+def score(learner: Learner, batch: DividedBatch) -> ScoredBatch:
     """Return the batch with the old and reference log-probs and the critic's values filled. Collective.
 
     Log-probs of the reference and values are computed only if the learner has these models. The old log-probs
@@ -75,7 +83,7 @@ def score(learner: Learner, batch: Divided) -> Divided:
     """
     reference, given = learner.reference, (learner.packer, batch.epochs[0])
     learner.packer.keep(batch.epochs[0])  # until the first epoch of `update` ends
-    scored = _OLD_LOGPROBS[learner.config.old_logprob_source](learner, batch)
+    scored = _OLD_LOGPROBS[learner.config.old_logprob_source](learner, ScoredBatch.of(batch))
     if reference is not None:
         reference_T = logprobs(reference, learner.head(reference), batch, *given)
         scored = replace(scored, reference_logprob_T=reference_T)
@@ -87,7 +95,7 @@ def score(learner: Learner, batch: Divided) -> Divided:
     return replace(scored, value_T=values(learner.critic.model, batch, *given))
 
 
-def _with_old(learner: Learner, batch: Divided) -> Divided:
+def _with_old(learner: Learner, batch: ScoredT) -> ScoredT:
     """Return the batch with the actor's log-probs as old_logprob_T. Collective.
 
     The actor's expert routes are recorded and filled too with algorithm.routing_replay=old_policy. With
@@ -101,21 +109,21 @@ def _with_old(learner: Learner, batch: Divided) -> Divided:
     return replace(batch, old_logprob_T=old_T, routes_P=routes_P)
 
 
-def with_behaviour(batch: BatchT) -> BatchT:
+def with_behaviour(batch: ScoredBatch) -> ScoredBatch:
     """Return the batch with the engine's log-probs as old_logprob_T: a copy, because a dump refuses tensors
     that share memory."""
     return replace(batch, old_logprob_T=batch.rollout_logprob_T.clone())
 
 
 # config.old_logprob_source: what `score` does about the old log-probs
-_OLD_LOGPROBS: dict[str, Callable[[Learner, Divided], Divided]] = {
+_OLD_LOGPROBS: dict[str, Callable[[Learner, ScoredBatch], ScoredBatch]] = {
     "score": _with_old,
     "update": lambda learner, batch: batch,
     "behaviour": lambda learner, batch: with_behaviour(batch),
 }
 
 
-def _routes(learner: Learner, record: Record, batch: Divided) -> Tensor:
+def _routes(learner: Learner, record: Record, batch: DividedBatch) -> Tensor:
     """Return the recorded experts of the tokens that this rank trains on, 0 for others it holds. Collective.
 
     In later epochs a rank trains on trajectories that other data-parallel ranks have scored.
@@ -128,8 +136,8 @@ def _routes(learner: Learner, record: Record, batch: Divided) -> Tensor:
 
 
 def update(
-    learner: Learner, batch: Divided, iteration: int, hold: bool = False, own: OwnLoss | None = None
-) -> tuple[dict[str, float], StepRatios | None, Divided]:
+    learner: Learner, batch: EstimatedBatch, iteration: int, hold: bool = False, own: OwnLoss | None = None
+) -> tuple[dict[str, float], StepRatios | None, UpdatedBatch]:
     """Make one step of the actor, and update.critic_steps of the critic, for every minibatch of every epoch.
 
     Collective. Return the mean of the steps' metrics, the ratios of the last epoch, and the batch with old
@@ -150,7 +158,7 @@ def update(
     hold = hold or iteration < config.update.critic_only
     if any_rank(bool(not_finite(batch))):
         batch = batch if batch.old_logprob_T is not None else _with_old(learner, batch)
-        return _skipped(learner, *learner.trainers), None, batch
+        return _skipped(learner, *learner.trainers), None, UpdatedBatch.of(batch)
     head, packer = learner.head(actor.model), learner.packer
     valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
     ratios, steps, distinct = Ratios(batch, a), list[dict[str, float]](), list[tuple[float, float]]()
@@ -165,7 +173,11 @@ def update(
                 assert whole, "the policy has changed for the other trajectories"
                 batch = replace(batch, old_logprob_T=step.ratios.logprob_T)
                 if any_rank(bool(not_finite(batch))):  # the actor's step was skipped for it
-                    return _skipped(learner, *(learner.trainers.keys() - {"actor"})), None, batch
+                    return (
+                        _skipped(learner, *(learner.trainers.keys() - {"actor"})),
+                        None,
+                        UpdatedBatch.of(batch),
+                    )
             ratios.add(step.ratios)
             distinct.append(step.distinct)
             of_critic = [
@@ -185,14 +197,15 @@ def update(
         assert ratios.first is not None
         measured["actor/kl_after"] = after = kl_after(learner, batch, ratios.first)
         actor.memory = replace(actor.memory, kl_after=after)
-    agreement = current_mismatch(batch, *_at_start(batch, ratios, config.old_logprob_source), iteration)
-    return mean_of(steps) | ratios.row() | measured | agreement, ratios.last, batch
+    updated = UpdatedBatch.of(batch)
+    agreement = current_mismatch(batch, *_at_start(updated, ratios, config.old_logprob_source), iteration)
+    return mean_of(steps) | ratios.row() | measured | agreement, ratios.last, updated
 
 
-def _at_start(batch: Batch, ratios: Ratios, source: str) -> tuple[Tensor, Tensor]:
+def _at_start(batch: UpdatedBatch, ratios: Ratios, source: str) -> tuple[Tensor, Tensor]:
     """Return (logprob_T, known_T): log-probs of the trainer's policy at the iteration's start, and for which
     tokens they are known: for those of the first step if the old log-probs are not the trainer's."""
-    assert batch.old_logprob_T is not None and ratios.first is not None
+    assert ratios.first is not None
     if source == "behaviour":
         return ratios.first.logprob_T, ratios.first.chosen_T
     return batch.old_logprob_T, torch.ones_like(batch.live_T)
@@ -206,7 +219,7 @@ def _skipped(learner: Learner, *roles: str) -> dict[str, float]:
     return dict.fromkeys((f"{role}/skipped" for role in learner.trainers), 1.0)
 
 
-def kl_after(learner: Learner, batch: Divided, first: StepRatios) -> float:
+def kl_after(learner: Learner, batch: DividedBatch, first: StepRatios) -> float:
     """Return an estimate of KL(policy before the update, policy after it), nats per token. Collective.
 
     The steps measure the policy before them, so that none of them measures what the last one did.

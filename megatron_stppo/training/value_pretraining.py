@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from megatron_stppo.base.types import FAILED, Batch, Minibatch, Trajectory
+from megatron_stppo.base.types import FAILED, Batch, EstimatedBatch, Minibatch, ScoredBatch, Trajectory
 from megatron_stppo.checkpoint.convert import export_hf
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import AlgorithmConfig, Config, ConfigError
@@ -102,7 +102,7 @@ def pretrain(config: Config, run: Path) -> None:
     process.stop()
 
 
-def monte_carlo(batch: Batch, played: Sequence[Trajectory], algorithm: AlgorithmConfig) -> Batch:
+def monte_carlo(batch: Batch, played: Sequence[Trajectory], algorithm: AlgorithmConfig) -> EstimatedBatch:
     """Return the batch with return_T: the discounted sum of the rewards from each step on, by
     algorithm.gamma, gae_level and gae_observations. No KL penalty: the policy is its reference.
 
@@ -118,7 +118,7 @@ def monte_carlo(batch: Batch, played: Sequence[Trajectory], algorithm: Algorithm
     }
     changes |= {"gae_observations": False, "truncated": "end"}
     # with lambda 1 the values cancel
-    scored = replace(batch, value_T=torch.zeros(len(batch.action_index_T)))
+    scored = ScoredBatch.of(batch, epochs=(), value_T=torch.zeros(len(batch.action_index_T)))
     return estimate(scored, algorithm.model_copy(update=changes), groups_of([t.summary for t in played]))
 
 
@@ -133,7 +133,9 @@ def split(tasks: Sequence[Hashable], share: float) -> tuple[list[int], list[int]
     return [n for n, out in enumerate(of) if not out], [n for n, out in enumerate(of) if out]
 
 
-def measured(critic: Model, batch: Batch, minibatch: Minibatch, packer: Packer) -> tuple[Batch, float]:
+def measured(
+    critic: Model, batch: EstimatedBatch, minibatch: Minibatch, packer: Packer
+) -> tuple[EstimatedBatch, float]:
     """Return the batch with the critic's values of the minibatch, and their explained variance over its
     tokens. Collective."""
     value_T = values(critic, batch, packer, [minibatch])

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
+from megatron_stppo.base.types import Batch, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import to_batch
 
@@ -36,23 +34,12 @@ def test_all_tokens_after_the_prompt_are_included_and_a_turn_ends_with_its_obser
 
 
 def test_observations_have_no_reward_and_no_logprob() -> None:
-    given = replace(batch(), old_logprob_T=torch.tensor([1.0, 2, 3, 4, 5, 6]))
+    given = ScoredBatch.of(batch(), epochs=(), old_logprob_T=torch.tensor([1.0, 2, 3, 4, 5, 6]))
     whole = with_observations(given)
     assert whole.reward_T.tolist() == [0, 0, 0.5, 0, 0, 0, 0, 1, 0, 2, 0]
     assert whole.rollout_logprob_T.tolist() == [-1, -2, -3, 0, 0, 0, 0, -4, -5, -6, 0]
-    assert whole.old_logprob_T is not None and whole.old_logprob_T.tolist() == [
-        1,
-        2,
-        3,
-        0,
-        0,
-        0,
-        0,
-        4,
-        5,
-        6,
-        0,
-    ]
+    assert whole.old_logprob_T is not None
+    assert whole.old_logprob_T.tolist() == [1, 2, 3, 0, 0, 0, 0, 4, 5, 6, 0]
     assert whole.reference_logprob_T is None
 
 

@@ -192,15 +192,16 @@ def _parameters(chunks: Any) -> Any:
 
 
 def _scored(batch: Any) -> Any:
-    from dataclasses import replace
-
     import torch
+
+    from megatron_stppo.base.types import UpdatedBatch
 
     def random_T() -> Any:
         return torch.randn(len(batch.action_index_T))
 
-    return replace(
+    return UpdatedBatch.of(
         batch,
+        epochs=(),
         old_logprob_T=random_T() - 8,  # ln 2001 is 7.6
         advantage_T=random_T(),
         value_T=random_T(),

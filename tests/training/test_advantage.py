@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_stppo.algorithm.baselines import group_relative, whitened
-from megatron_stppo.base.types import Task, Trajectory, Turn
+from megatron_stppo.base.types import ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.training.advantage import estimate, has_signal, outcomes, with_kl_penalty
@@ -22,8 +22,9 @@ def trajectory(rewards, tokens=2, outcome="ok"):
 def scored(trajectories, value=0.0):
     batch = to_batch(trajectories)
     total = len(batch.action_index_T)
-    return replace(
+    return ScoredBatch.of(
         batch,
+        epochs=(),
         old_logprob_T=torch.full((total,), -1.0),
         reference_logprob_T=torch.full((total,), -3.0),
         value_T=torch.full((total,), value),

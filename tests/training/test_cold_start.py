@@ -36,12 +36,10 @@ def test_a_step_takes_no_more_tokens_than_allowed_but_one_row_per_rank() -> None
     assert rows([20, 30, 60, 10], 50, 1) == [2, 1, 1]
 
 
-def test_every_token_but_the_first_has_weight_one_or_the_weight_of_the_context() -> None:
-    batch = as_batch([SCRIPT, SCRIPT], context_weight=0.25)
-    assert batch.advantage_T is not None
+def test_every_token_but_the_first_is_trained_on() -> None:
+    batch = as_batch([SCRIPT, SCRIPT])
     assert batch.tokens_P.tolist() == [7, 8, 3, 9, 4] * 2
     assert batch.action_index_T.tolist() == [1, 2, 3, 4, 6, 7, 8, 9]
-    assert batch.advantage_T.tolist() == [0.25, 1.0, 0.25, 1.0] * 2
 
 
 def test_the_loss_on_two_ranks_is_the_weighted_mean_over_all_tokens(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_stppo.base.types import Branch, Task, Trajectory, Turn
+from megatron_stppo.base.types import Branch, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.training.advantage import estimate, has_signal, outcomes, with_overlong_penalty
@@ -48,10 +48,10 @@ def test_lengths_are_a_signal_where_rewards_are_equal_and_the_rewards_stay_as_th
     group_N = torch.zeros(2, dtype=torch.int64)
     assert not has_signal(batch, settings(), group_N)
     for preset in ("grpo", "ppo"):
-        batch = replace(batch, value_T=torch.zeros(8))
-        out = estimate(batch, settings(preset=preset, **RANGE), group_N)
+        scored = ScoredBatch.of(batch, epochs=(), value_T=torch.zeros(8))
+        out = estimate(scored, settings(preset=preset, **RANGE), group_N)
         assert has_signal(out, settings(preset=preset, **RANGE), group_N)
-        assert out.advantage_T is not None and out.advantage_T[0] > 0 > out.advantage_T[-1]
+        assert out.advantage_T[0] > 0 > out.advantage_T[-1]
         assert out.reward_T.equal(batch.reward_T)
 
 
@@ -70,9 +70,11 @@ def test_advantages_are_those_of_rewards_that_were_reduced_by_hand(seed: int) ->
         by_hand.append(replace(given, turns=(*given.turns[:-1], reduced)))
     group_N = groups_of([given.summary for given in played])
     for advantage in ("group", "group_mean", "group_turn", "gigpo"):
-        expected = estimate(to_batch(by_hand), settings(advantage=advantage), group_N).advantage_T
-        found = estimate(
-            to_batch(played), settings(advantage=advantage, overlong_penalty=2, **RANGE), group_N
-        ).advantage_T
+        batches = (ScoredBatch.of(to_batch(episodes), epochs=()) for episodes in (by_hand, played))
+        of_range = {"overlong_penalty": 2, **RANGE}
+        expected, found = (
+            estimate(batch, settings(advantage=advantage, **more), group_N).advantage_T
+            for batch, more in zip(batches, ({}, of_range), strict=True)
+        )
         assert torch.allclose(found, expected, atol=1e-5)
     assert outcomes(to_batch(by_hand).reward_T, to_batch(played).action_offsets).min() < 1

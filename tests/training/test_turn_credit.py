@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_stppo.base.types import Branch, Summary, Task, Trajectory, Turn
+from megatron_stppo.base.types import Branch, ScoredBatch, Summary, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, rollout_logprobs, without_tokens
 from megatron_stppo.parallel.collectives import decode, encode
@@ -31,8 +31,9 @@ def advantages(episodes: list[Trajectory], **given: object) -> list[float]:
     every = [history for episode in episodes for history in episode.histories()]
     sent = decode(encode([history.summary for history in every]), list[Summary])
     batch, group_N = without_tokens(sent, rollout_logprobs(every)), groups_of(sent)
+    batch = ScoredBatch.of(batch, epochs=())
     advantage_T = estimate(batch, settings(**given), group_N).advantage_T
-    assert advantage_T is not None and has_signal(batch, settings(**given), group_N) == advantage_T.any()
+    assert has_signal(batch, settings(**given), group_N) == advantage_T.any()
     return advantage_T.tolist()
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch, Minibatch, Task, Trajectory
+from megatron_stppo.base.types import EstimatedBatch, Minibatch, Task, Trajectory
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import to_batch
@@ -149,7 +149,7 @@ class Stage:
         self.version += 1
         self.rollouts.publish(self.version)
 
-    def loss(self, batch: Batch, minibatch: Minibatch) -> ActorLoss:
+    def loss(self, batch: EstimatedBatch, minibatch: Minibatch) -> ActorLoss:
         """Return the loss of a step, without terms that other models need."""
         a, head = plain(self.config.algorithm), self.learner.head(self.actor.model)
         return ActorLoss(batch, minibatch_weights(self.batch, minibatch.chosen, a), a, head)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch, Minibatch, Task, Trajectory, Turn
+from megatron_stppo.base.types import EstimatedBatch, Minibatch, Task, Trajectory, Turn, UpdatedBatch
 from megatron_stppo.config import Config
 from megatron_stppo.data.division import Packer
 from megatron_stppo.data.packing import to_batch
@@ -40,7 +40,7 @@ Piece = tuple[str, Span]  # a parameter's name and one of its spans
 NAMED = {EMBEDDING: "embedding", HEAD: "head", VALUE: "value head", VALUE_BIAS: "value head"}
 
 
-def random_batch(vocab: int, ranks: int, seed: int) -> Batch:
+def random_batch(vocab: int, ranks: int, seed: int) -> UpdatedBatch:
     """Return trajectories of 1 to 4 turns of random tokens, with random advantages, values and returns.
 
     There are eight, or two for each of more ranks.
@@ -75,8 +75,9 @@ def random_batch(vocab: int, ranks: int, seed: int) -> Batch:
     def normal_T(scale: float) -> Tensor:
         return torch.randn(len(batch.action_index_T), generator=generator) * scale
 
-    return replace(
+    return UpdatedBatch.of(
         batch,
+        epochs=(),
         old_logprob_T=normal_T(0.5),
         reference_logprob_T=normal_T(0.5) - 5,
         advantage_T=normal_T(1.0),
@@ -131,11 +132,11 @@ class Trial:
         on_gpu = torch.cuda.is_available()
         return PolicyHead.configured(self.trainer.model, self.mesh, self.shape.vocab, self.config, on_gpu)
 
-    def actor_loss(self, batch: Batch, minibatch: Minibatch) -> ActorLoss:
+    def actor_loss(self, batch: EstimatedBatch, minibatch: Minibatch) -> ActorLoss:
         a = self.config.algorithm
         return ActorLoss(batch, minibatch_weights(batch, minibatch.chosen, a), a, self.head)
 
-    def value_loss(self, batch: Batch, minibatch: Minibatch) -> Any:
+    def value_loss(self, batch: EstimatedBatch, minibatch: Minibatch) -> Any:
         return value_loss(batch, minibatch.chosen, self.config.algorithm.value_clip)
 
 

@@ -10,12 +10,11 @@ seen, comes from its cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.base.types import Task, Trajectory, Turn
+from megatron_stppo.base.types import EstimatedBatch, Task, Trajectory, Turn
 from megatron_stppo.evidence.bench.stage import Checked, Stage, everywhere, judged
 from megatron_stppo.model.pipeline import forward_backward
 from megatron_stppo.parallel.collectives import gather_records
@@ -100,7 +99,8 @@ def large_step(stage: Stage) -> tuple[float, float]:
     are random.
     """
     actor, packer = stage.actor, stage.learner.packer
-    batch = replace(stage.batch, old_logprob_T=None, advantage_T=stage.random_T(stage.version))
+    random_T = stage.random_T(stage.version)
+    batch = EstimatedBatch.of(stage.batch, old_logprob_T=None, advantage_T=random_T)
     stage.rollouts.load_for("score")
     before = stage.agreement(stage.episodes).scored
     stage.rollouts.load_for("update")

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import UpdatedBatch
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.bench.stage import Checked, Stage, plain
 from megatron_stppo.evidence.bench.trial import Counted, Piece, Trial, main_gradient, random_batch
@@ -239,7 +239,7 @@ def _still(config: Config, budget: int) -> Config:
 
 
 @torch.no_grad()
-def _objective(trial: Trial, batch: Batch) -> tuple[Callable[[], float], float]:
+def _objective(trial: Trial, batch: UpdatedBatch) -> tuple[Callable[[], float], float]:
     """Compute the gradient by a step. Return the loss as a function of the model's weights, and its scale."""
     trainer, packer = trial.trainer, trial.packer
     every = packer.whole(batch)
@@ -250,7 +250,6 @@ def _objective(trial: Trial, batch: Batch) -> tuple[Callable[[], float], float]:
         of_value = trial.value_loss(batch, every)
         return lambda: float(total(evaluate(trainer.model, packed, of_value), 1, trial.mesh)), 1.0
     own_T = logprobs(trainer.model, trial.head, batch, packer, [every])
-    assert batch.old_logprob_T is not None and batch.advantage_T is not None
     loss = trial.actor_loss(replace(batch, old_logprob_T=own_T + batch.old_logprob_T), every)
     with torch.enable_grad():
         actor_step(trainer, loss, every, packer, hold=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import EstimatedBatch
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank, plain
@@ -180,9 +180,9 @@ def _zipped(models: Sequence[Any], masters: Sequence[Any]) -> Iterator[tuple[Ten
             yield from zip(group, of_master, strict=True)
 
 
-def _compute(trial: Trial, batch: Batch) -> None:
+def _compute(trial: Trial, batch: EstimatedBatch) -> None:
     """Compute the gradient of a step, up to its reduction."""
-    every, of_policy = trial.packer.whole(batch), replace(batch, old_logprob_T=None)
+    every, of_policy = trial.packer.whole(batch), EstimatedBatch.of(batch, old_logprob_T=None)
     loss: Any = trial.value_loss if trial.role == "critic" else trial.actor_loss
     trial.trainer.zero()
     packed = trial.packer.pack(batch, every)

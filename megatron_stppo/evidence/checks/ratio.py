@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from megatron_stppo.base.types import UpdatedBatch
 from megatron_stppo.evidence.bench.stage import Checked, Stage, judged
 from megatron_stppo.training.stages import score
 from megatron_stppo.training.update.actor_step import actor_step
@@ -25,9 +26,8 @@ def first_ratio(stage: Stage) -> Iterator[Checked]:
     config, actor = stage.config, stage.actor
     scoring = config.changed(update={"old_logprob": "score"}, algorithm={"old_policy": "score"})
     stage.rollouts.load_for("score")
-    batch = score(replace(stage.learner, config=scoring), stage.batch)
-    batch = replace(batch, advantage_T=stage.random_T(0))
-    assert batch.old_logprob_T is not None
+    scored = score(replace(stage.learner, config=scoring), stage.batch)
+    batch = UpdatedBatch.of(scored, advantage_T=stage.random_T(0))
     stage.rollouts.load_for("update")
     largest, tokens = 0.0, 0
     for minibatch in batch.epochs[0]:

@@ -153,8 +153,8 @@ def _iterate(stage: Stage, played: Played | None = None) -> Iterated:
     used = drawn if played is None else played
     used = rewarded(used, _rewards(used, iteration))
     rollouts.load_for("score")
-    batch = score(learner, distribute(learner, used, iteration))
-    batch = estimate(batch, algorithm, groups_of(used.every), own.advantage)
+    scored = score(learner, distribute(learner, used, iteration))
+    batch = estimate(scored, algorithm, groups_of(used.every), own.advantage)
     rollouts.load_for("update")
     row, _, _ = update(learner, batch, iteration, own=own.loss)
     rollouts.load_for("checkpoint")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.base.types import FAILED, Batch, Summary, Trajectory
+from megatron_stppo.base.types import FAILED, DividedBatch, ScoredBatch, Summary, Trajectory
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.observed import with_observations
@@ -50,7 +50,7 @@ def landing(stage: Stage) -> Iterator[Checked]:
     for lam in (0.0, 1.0):
         gae = plain.changed(**GAE, lam=lam)
         with_values = estimate(_valued(batch, gae), gae, groups_of(played.every))
-        assert with_values.advantage_T is not None and with_values.return_T is not None
+        assert with_values.return_T is not None
         needed = expected(played.every, rewards, gae)
         for name, value_T in (("advantage", with_values.advantage_T), ("return", with_values.return_T)):
             wrong += _first_wrong(f"{name} with lambda {lam:.0f}", value_T.tolist(), needed)
@@ -65,8 +65,7 @@ def landing(stage: Stage) -> Iterator[Checked]:
     if plain.advantage not in ("group", "group_mean"):
         yield Checked(GROUP, "skipped", f"algorithm.advantage={plain.advantage} has no short definition")
         return
-    grouped = estimate(batch, plain, groups_of(played.every))
-    assert grouped.advantage_T is not None
+    grouped = estimate(ScoredBatch.of(batch), plain, groups_of(played.every))
     relative = _relative(played.every, rewards, plain.advantage == "group")
     wrong = _first_wrong("advantage", grouped.advantage_T.tolist(), relative, tolerance=1e-6)
     yield judged(
@@ -160,12 +159,12 @@ def _credited(stage: Stage) -> list[str]:
     return wrong + _first_wrong("reward", stage.batch.reward_T.tolist(), at_ends)
 
 
-def _valued(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+def _valued(batch: DividedBatch, algorithm: AlgorithmConfig) -> ScoredBatch:
     """Return the batch with values of 0."""
     value_R = None
     if algorithm.gae_observations:
         value_R = torch.zeros(len(with_observations(batch).reward_T))
-    return replace(batch, value_T=torch.zeros_like(batch.reward_T), value_R=value_R)
+    return ScoredBatch.of(batch, value_T=torch.zeros_like(batch.reward_T), value_R=value_R)
 
 
 def _first_wrong(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import UpdatedBatch
 from megatron_stppo.checkpoint.convert import gather
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
@@ -198,7 +198,9 @@ def _weights_apart(measured: Measured, first: Measured) -> dict[str, float]:
     return apart
 
 
-def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: Tensor | None) -> Measured:
+def measure(
+    case: Case, config: Config, shape: ModelShape, batch: UpdatedBatch, own_T: Tensor | None
+) -> Measured:
     """Run one step of actor and critic under the layout of `case`, and return the result. Collective.
 
     own_T [T]: the log-probs to which the offsets of `batch` are added; None: those of this case.
@@ -215,7 +217,6 @@ def measure(case: Case, config: Config, shape: ModelShape, batch: Batch, own_T: 
     packer = replace(packer, spec=replace(packer.spec, budget=case.budget, share_prefixes=shares))
     minibatch = packer.divide(batch, range(len(batch.live_N))[:: -1 if case.reverse else 1])
     logprob_T = logprobs(actor.trainer.model, actor.head, batch, packer, [minibatch])
-    assert batch.old_logprob_T is not None
     policy_T = logprob_T if own_T is None else own_T
     # The engine's log-probs are the policy's: the ratios of the train/serve mismatch are exp(offset), on both
     # sides of 1.

@@ -14,13 +14,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from megatron_stppo.base.files import replace_folder
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, ScoredBatch
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.exchange import undivided
 from megatron_stppo.data.validity import columns
@@ -29,6 +30,7 @@ from megatron_stppo.parallel.groups import MeshRank
 
 log = logging.getLogger(__name__)
 FOLDER, RECORD, GROUP = "dumps", "batch.json", "group_N"
+ADDED = {"advantage_T", "return_T", "return_R"}  # by `estimate`, which computes them again
 DUMP = re.compile(r"^iteration-(\d+)$")
 
 
@@ -83,8 +85,8 @@ def write(
         log.warning("%s: %s", final, error)
 
 
-def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[Batch, Tensor]:
-    """Return (batch, group_N) as they were written.
+def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[ScoredBatch, Tensor]:
+    """Return (batch, group_N) as they were written, without the advantages, and not divided.
 
     Raises ConfigError if the dump is damaged, or if its routes belong to another pipeline layout.
     """
@@ -96,7 +98,10 @@ def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[Batch, Tensor]:
         tensors = load(_file(folder, mesh.pipeline_rank if routed else 0).read_bytes())
         group_N = tensors.pop(GROUP)
         tensors["held_N"] = tensors["sequence_offsets"][:-1]
-        return Batch(**tensors), group_N
+        # earlier versions wrote these two only where they differ from this
+        defaults = {"first_N": torch.ones_like(tensors["live_N"]), "cut_N": tensors["live_N"] & False}
+        scored = {name: column for name, column in tensors.items() if name not in ADDED}
+        return ScoredBatch(**(defaults | scored), epochs=()), group_N
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

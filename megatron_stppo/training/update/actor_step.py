@@ -32,7 +32,7 @@ from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, may_rise,
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.algorithm.selection import leaving
 from megatron_stppo.algorithm.step_memory import StepMemory
-from megatron_stppo.base.types import Batch, Minibatch
+from megatron_stppo.base.types import EstimatedBatch, Minibatch, ScoredBatch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.division import Packer, chosen_tokens
 from megatron_stppo.data.packing import Microbatch
@@ -75,7 +75,7 @@ class ActorStep:
 class ActorLoss:
     """The actor's loss of a minibatch, called once per micro-batch on the last pipeline stage."""
 
-    batch: Batch  # without old_logprob_T the current policy is the old one, as in the first step
+    batch: EstimatedBatch  # without old_logprob_T the current policy is the old one, as in the first step
     weight_T: Tensor  # c_t times the mismatch weight; 0 outside the minibatch
     algorithm: AlgorithmConfig
     head: PolicyHead  # its segments are those of the ratio
@@ -254,7 +254,7 @@ def _bias_norms(
     return found
 
 
-def minibatch_weights(batch: Batch, chosen: Sequence[int], a: AlgorithmConfig) -> Tensor:
+def minibatch_weights(batch: ScoredBatch, chosen: Sequence[int], a: AlgorithmConfig) -> Tensor:
     """Return c_t times the weight for train/serve mismatch, float32 [T].
 
     It is 0 for tokens that are not live or whose trajectory is not chosen, and for those that

@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from megatron_stppo.algorithm.penalties import clipped_value_loss, weighted_sum
-from megatron_stppo.base.types import Batch, Minibatch
+from megatron_stppo.base.types import EstimatedBatch, Minibatch
 from megatron_stppo.data.division import Packer, chosen_tokens
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
@@ -18,7 +18,7 @@ from megatron_stppo.ops.transfer import to_device
 
 
 def critic_step(
-    critic: Trainer, batch: Batch, minibatch: Minibatch, value_clip: float, packer: Packer
+    critic: Trainer, batch: EstimatedBatch, minibatch: Minibatch, value_clip: float, packer: Packer
 ) -> dict[str, float]:
     """Make one optimizer step on the trajectories of the minibatch and return the step's metrics. Collective.
 
@@ -43,7 +43,7 @@ def critic_step(
 
 
 def value_loss(
-    batch: Batch, chosen: Sequence[int], value_clip: float
+    batch: EstimatedBatch, chosen: Sequence[int], value_clip: float
 ) -> Callable[[Tensor, Microbatch], tuple[Tensor, Tensor]]:
     """Return the loss of a step, for forward_backward: its records are the micro-batches' shares [1]."""
     live_T = batch.live_T & chosen_tokens(batch, chosen)
@@ -52,7 +52,7 @@ def value_loss(
 
 
 def _loss(
-    value_T: Tensor, microbatch: Microbatch, batch: Batch, weight_T: Tensor, value_clip: float
+    value_T: Tensor, microbatch: Microbatch, batch: EstimatedBatch, weight_T: Tensor, value_clip: float
 ) -> tuple[Tensor, Tensor]:
     assert batch.value_T is not None and batch.return_T is not None
     old_T, return_T, weight = (

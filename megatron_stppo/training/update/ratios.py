@@ -24,7 +24,7 @@ from megatron_stppo.algorithm.ratio import (
 )
 from megatron_stppo.algorithm.selection import leaving
 from megatron_stppo.algorithm.surrogate import clipped, compared
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, EstimatedBatch, UpdatedBatch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.division import chosen_tokens
 
@@ -50,22 +50,25 @@ class StepRatios:
 
     @classmethod
     def of(
-        cls, batch: Batch, logprob_T: Tensor, weight_T: Tensor, chosen: Sequence[int], a: AlgorithmConfig
+        cls,
+        batch: EstimatedBatch,
+        logprob_T: Tensor,
+        weight_T: Tensor,
+        chosen: Sequence[int],
+        a: AlgorithmConfig,
     ) -> StepRatios:
         """Compute the ratios and the clipped tokens of a step.
 
         logprob_T: float32 [T], also the old policy's if the batch has none. weight_T: [T], the weights of the
         step's loss. chosen: its trajectories.
         """
-        advantage_T = batch.advantage_T
-        assert advantage_T is not None
         old_T = logprob_T if batch.old_logprob_T is None else batch.old_logprob_T
         offsets = segment_offsets(a.segments, batch.turn_offsets, batch.action_offsets)
         delta_S, count_S = segment_deltas(logprob_T, old_T, offsets)
         exact_S, _ = ratio_of(delta_S, count_S, a.pooling)
         compared_S = compared(exact_S, count_S, a.clip_length_power, logprob_T.dtype)
-        left_T = leaving(a, logprob_T, old_T, advantage_T, offsets)
-        clipped_T = clipped(compared_S, advantage_T, weight_T, offsets, a.clip_low, a.clip_high)
+        left_T = leaving(a, logprob_T, old_T, batch.advantage_T, offsets)
+        clipped_T = clipped(compared_S, batch.advantage_T, weight_T, offsets, a.clip_low, a.clip_high)
         if not a.clips:
             clipped_T = torch.zeros_like(clipped_T)
         ratio_S, chosen_T = exact_S.to(logprob_T.dtype), chosen_tokens(batch, chosen)
@@ -160,7 +163,7 @@ def _quantile(value: Tensor, at: float) -> float:
     return float(value.kthvalue(rank).values)
 
 
-def turns(batch: Batch, last: StepRatios | None, a: AlgorithmConfig) -> Iterator[list[dict[str, Any]]]:
+def turns(batch: UpdatedBatch, last: StepRatios | None, a: AlgorithmConfig) -> Iterator[list[dict[str, Any]]]:
     """Yield, for each trajectory, a list with one record per turn. Yield nothing if `last` is None.
 
     last: the ratios of the last step on each trajectory.
@@ -175,7 +178,6 @@ def turns(batch: Batch, last: StepRatios | None, a: AlgorithmConfig) -> Iterator
     if last is None:
         return
     old_T, advantage_T, offsets = batch.old_logprob_T, batch.advantage_T, batch.turn_offsets
-    assert old_T is not None and advantage_T is not None
     ratio_S, count_S = last.ratio_S, offsets.diff()
     if a.segments != "turn":
         ratio_S, _ = segment_ratio(last.logprob_T, old_T, offsets, a.pooling)

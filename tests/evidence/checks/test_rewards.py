@@ -47,8 +47,8 @@ def return_ends_at_observations(mp: pytest.MonkeyPatch) -> None:
     real = advantage._gae
 
     def ended(batch: Any, reward_T: Any, algorithm: Any) -> Any:
-        cut = replace(batch, action_offsets=batch.turn_offsets, cut_N=None, first_N=None)
-        return real(cut, reward_T, algorithm)
+        alone = algorithm.model_copy(update={"gae_histories": "alone", "truncated": "end"})
+        return real(replace(batch, action_offsets=batch.turn_offsets), reward_T, alone)
 
     mp.setattr(advantage, "_gae", ended)
 

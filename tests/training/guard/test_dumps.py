@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.base.types import Batch
+from megatron_stppo.base.types import Batch, ScoredBatch
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.data.validity import columns, not_finite
@@ -32,7 +32,7 @@ def world_of_one() -> Iterator[None]:
 def scored(value: float = 0.5) -> Batch:
     """Return a scored batch of two episodes of four action tokens each; the second failed."""
     batch = to_batch([EPISODE, FAILED])
-    return replace(batch, old_logprob_T=torch.full((8,), value), value_T=torch.zeros(8))
+    return ScoredBatch.of(batch, epochs=(), old_logprob_T=torch.full((8,), value), value_T=torch.zeros(8))
 
 
 def write(run: Path, iteration: int, batch: Batch, keep: int = 2) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,7 @@ def scored(model: str, teacher: str, folder: str, parallel: dict[str, Any], rank
     learner = build(model, teacher, folder, parallel, rank)
     from megatron_stppo.training.stages import divided, score
 
-    given = batch()
-    given = replace(given, value_T=None, value_R=None, old_logprob_T=None)
-    found = score(learner, divided(learner, given, 0))
+    found = score(learner, divided(learner, batch(), 0))
     return found.reference_logprob_T.tolist()
 
 
@@ -67,7 +64,6 @@ def learned(model: str, teacher: str, folder: str, iterations: int) -> list[tupl
         given = estimate(given, learner.config.algorithm, group_N)
         hold = not has_signal(given, learner.config.algorithm, group_N)
         row, _, given = update(learner, given, iteration, hold)
-        assert given.advantage_T is not None
         found.append((row | describe_batch(given), float(given.advantage_T.abs().max())))
     return found
 

@@ -65,6 +65,7 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
     import torch
     import torch.distributed as dist
 
+    from megatron_stppo.base.types import EstimatedBatch
     from megatron_stppo.model.learner import build_learner
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.training.stages import divided, score, update
@@ -79,7 +80,8 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 
     def spoil(name: str, column: str | None, step: Any, owner: Any = None) -> None:
         """Run a step with a NaN, on this rank, in a column of the batch or in a gradient of the owner."""
-        given = divided(learner, batch(), 0)
+        given = batch()
+        given = replace(given, epochs=divided(learner, given, 0).epochs)
         if column and here:
             value_T = getattr(given, column)
             value_T[given.action_offsets[:-1]] = nan
@@ -112,14 +114,14 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 
     def update_alone(given: Any) -> Any:
         hook = actor.chunks[0].register_forward_hook(lambda *x: x[-1] * nan) if here else None
-        row, last, filled = update(learner, replace(given, old_logprob_T=None), 0)
+        row, last, filled = update(learner, EstimatedBatch.of(given, old_logprob_T=None), 0)
         if hook is not None:
             hook.remove()
         assert last is None and filled.old_logprob_T.isnan().any()
         return row
 
     def reward_alone(given: Any) -> Any:
-        row, _, filled = update(learner, replace(given, old_logprob_T=None), 0)
+        row, _, filled = update(learner, EstimatedBatch.of(given, old_logprob_T=None), 0)
         assert filled.old_logprob_T.isfinite().all()  # for the metrics of the mismatch and the dump
         return row
 

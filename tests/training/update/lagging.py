@@ -50,14 +50,14 @@ def updates(model: str, folder: str) -> dict[str, Any]:
     mesh = groups.initialize(scoring.parallel)
     learner = build_learner(scoring, read_shape(Path(model)), mesh, torch.float32)
     bare = divided(learner, batch(), CURRENT)
-    bare = replace(bare, reward_T=torch.arange(60.0) % 7, value_T=None, value_R=None)
+    bare = replace(bare, reward_T=torch.arange(60.0) % 7)
     version_T = torch.full((60,), CURRENT)
     version_T[: 5 + 10 + 3] = version_T[5 + 10 + 6 : 30] = CURRENT - 1
     now_T = score(learner, bare).old_logprob_T
     found = {}
     for name, error in (("", 0.0), ("broken ", 0.5)):
         engine_T = now_T - LAG * (CURRENT - version_T) - error * (version_T == CURRENT)
-        played = replace(bare, version_T=version_T, rollout_logprob_T=engine_T, old_logprob_T=None)
+        played = replace(bare, version_T=version_T, rollout_logprob_T=engine_T)
         for old_policy in ("score", "behaviour"):
             learner.config = config(old_policy)
             given = estimate(score(learner, played), learner.config.algorithm, group_N)

@@ -115,7 +115,7 @@ def batch(same: int = 4) -> Any:
     """
     import torch
 
-    from megatron_stppo.base.types import Task, Trajectory, Turn
+    from megatron_stppo.base.types import Task, Trajectory, Turn, UpdatedBatch
     from megatron_stppo.data.packing import to_batch
 
     generator = torch.Generator().manual_seed(3)
@@ -139,17 +139,30 @@ def batch(same: int = 4) -> Any:
     def random_T(scale: float, offset: float = 0.0) -> Any:
         return torch.randn(tokens, generator=generator) * scale + offset
 
-    scored = replace(
+    def random_R() -> Any:
+        written = sum(sum(a + o for a, o in turns) for turns in sizes)
+        return torch.randn(2, written, generator=generator) * torch.tensor([[0.3], [1.0]])
+
+    return UpdatedBatch.of(
         packed,
+        epochs=(),
         old_logprob_T=random_T(0.6),  # an offset that `with_old` adds to the model's own log-probs
         advantage_T=random_T(1.0),
         value_T=random_T(0.3),
         return_T=random_T(1.0),
         reference_logprob_T=random_T(0.5, -5.0),
+        **dict(zip(("value_R", "return_R"), random_R(), strict=True)),
     )
-    written = sum(sum(a + o for a, o in turns) for turns in sizes)
-    value_R, return_R = torch.randn(2, written, generator=generator) * torch.tensor([[0.3], [1.0]])
-    return replace(scored, value_R=value_R, return_R=return_R)
+
+
+def estimated(learner: Any, iteration: int) -> Any:
+    """Return `batch`, scored for an iteration, with its own advantages and returns."""
+    from megatron_stppo.base.types import EstimatedBatch
+    from megatron_stppo.training.stages import divided, score
+
+    given, names = batch(), ("advantage_T", "return_T", "return_R")
+    scored = score(learner, divided(learner, given, iteration))
+    return EstimatedBatch.of(scored, **{name: getattr(given, name) for name in names})
 
 
 def steps(

@@ -64,19 +64,8 @@ def _iterations(
     for iteration in range(2):
         drawn = torch.Generator().manual_seed(iteration)
         bare = divided(learner, batch(), iteration)
-        nothing = dict.fromkeys(
-            (
-                "old_logprob_T",
-                "advantage_T",
-                "value_T",
-                "return_T",
-                "reference_logprob_T",
-                "value_R",
-                "return_R",
-            )
-        )
         rewards = torch.randn(len(bare.reward_T), generator=drawn)
-        given = score(learner, replace(bare, reward_T=rewards, **nothing))
+        given = score(learner, replace(bare, reward_T=rewards))
         scored.append(given.old_logprob_T is not None)
         given = estimate(given, config.algorithm, group_N)
         row, last, given = update(learner, given, iteration)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.cluster.launch import process
-from tests.training.update.layouts import SETTINGS, batch
+from tests.training.update.layouts import SETTINGS, estimated
 
 STEPS = {"epochs": 2, "minibatches": 2, "tokens_per_microbatch": 40, "critic": SETTINGS}
 
@@ -25,7 +25,7 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
     from megatron_stppo.config import Config
     from megatron_stppo.model.learner import build_learner
     from megatron_stppo.parallel import groups
-    from megatron_stppo.training.stages import divided, score, update
+    from megatron_stppo.training.stages import update
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     torch.set_num_threads(1)
@@ -43,7 +43,7 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
     def iterate(learner: Any, iteration: int, hold: bool = False, spoiled: bool = False) -> None:
         weight = next(learner.actor.chunks[0].parameters())
         hook = weight.register_hook(lambda gradient: gradient * (float("nan") if spoiled else 1))
-        row, _, _ = update(learner, score(learner, divided(learner, batch(), iteration)), iteration, hold)
+        row, _, _ = update(learner, estimated(learner, iteration), iteration, hold)
         hook.remove()
         rows.append(row)
         memories.append(learner.actor.memory)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_stppo.algorithm.surrogate import surrogate
-from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
+from megatron_stppo.base.types import EstimatedBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.training.update.actor_step import minibatch_weights
@@ -16,7 +16,7 @@ from megatron_stppo.training.update.ratios import Ratios, StepRatios
 TASK = Task("t", (), ("a",), "train", 0)
 
 
-def batch(*turns: tuple[int, ...], rollout: float = 0.0) -> Batch:
+def batch(*turns: tuple[int, ...], rollout: float = 0.0) -> EstimatedBatch:
     """Return a trajectory per argument, with turns of these lengths. Old log-probs are 0, advantages 1."""
     played = [
         Trajectory(
@@ -26,10 +26,10 @@ def batch(*turns: tuple[int, ...], rollout: float = 0.0) -> Batch:
     ]
     packed = to_batch(played)
     zeros_T = torch.zeros(len(packed.action_index_T))
-    return replace(packed, old_logprob_T=zeros_T, advantage_T=zeros_T + 1)
+    return EstimatedBatch.of(packed, epochs=(), old_logprob_T=zeros_T, advantage_T=zeros_T + 1)
 
 
-def row_of(given: Batch, ratios: list[float], **settings: object) -> dict[str, float]:
+def row_of(given: EstimatedBatch, ratios: list[float], **settings: object) -> dict[str, float]:
     """Return the row of one step on the whole batch, with these token ratios."""
     a = AlgorithmConfig.model_validate({"preset": "turn_ppo", **settings})
     out, weight_T = Ratios(given, a), torch.ones(len(ratios))

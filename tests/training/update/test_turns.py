@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
+from megatron_stppo.base.types import Task, Trajectory, Turn, UpdatedBatch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.training.update.actor_step import minibatch_weights
@@ -21,7 +21,7 @@ TASK = Task("t", (), ("a",), "train", 0)
 RATIO_T = [1.44, 1.0, 0.25, 1.0, 9.0]
 
 
-def batch(failed: str = "timeout") -> Batch:
+def batch(failed: str = "timeout") -> UpdatedBatch:
     """Return a trajectory of two turns, and a failed one of a single token."""
     first = Trajectory(
         TASK,
@@ -31,10 +31,10 @@ def batch(failed: str = "timeout") -> Batch:
     )
     packed = to_batch([first, Trajectory(TASK, (1,), (Turn((2,), (0.0,), (), 0.0, ((0, 1),)),), failed)])
     advantage_T = torch.tensor([1.0, 2.0, -1.0, -1.0, 5.0])
-    return replace(packed, old_logprob_T=torch.zeros(5), advantage_T=advantage_T)
+    return UpdatedBatch.of(packed, epochs=(), old_logprob_T=torch.zeros(5), advantage_T=advantage_T)
 
 
-def records(given: Batch, **algorithm: object) -> list[list[dict[str, float | None]]]:
+def records(given: UpdatedBatch, **algorithm: object) -> list[list[dict[str, float | None]]]:
     a = AlgorithmConfig.model_validate(algorithm)
     logprob_T = torch.tensor(RATIO_T, dtype=torch.float64).log().float()
     every = range(len(given.live_N))

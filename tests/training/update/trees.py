@@ -161,6 +161,7 @@ def kept() -> None:
     process.prepare(engine=False)
     import torch
 
+    from megatron_stppo.base.types import ScoredBatch
     from megatron_stppo.config import ParallelConfig
     from megatron_stppo.data.division import Packer
     from megatron_stppo.data.packing import PackingSpec
@@ -174,7 +175,7 @@ def kept() -> None:
         assert packer.pack(given, two)[0] is not packer.pack(given, two)[0]
         packer.keep([two, other])
         (one,) = packer.pack(given, two)
-        scored = replace(given, old_logprob_T=torch.zeros(6))
+        scored = ScoredBatch.of(given, epochs=(), old_logprob_T=torch.zeros(6))
         assert packer.pack(scored, two)[0] is one
         assert packer.pack(scored, two.first(1))[0].tokens == 3
         assert packer.pack(replace(given, action_index_T=given.action_index_T.clone()), two)[0] is not one

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_stppo.cluster.launch import process
-from tests.training.update.layouts import SETTINGS, batch
+from tests.training.update.layouts import SETTINGS, batch, estimated
 
 
 def build(
@@ -46,7 +46,7 @@ def several(model: str, folder: str, steps: int) -> tuple[dict[str, Any], int, d
     learner = build(model, folder, critic_steps=steps, critic_only=1)
     import torch
 
-    from megatron_stppo.training.stages import divided, score, update
+    from megatron_stppo.training.stages import update
 
     def weights() -> dict[str, list[Any]]:
         models = {"actor": learner.actor, "critic": learner.critic}
@@ -56,7 +56,7 @@ def several(model: str, folder: str, steps: int) -> tuple[dict[str, Any], int, d
         }
 
     before = weights()
-    row, _, _ = update(learner, score(learner, divided(learner, batch(), 0)), 0)
+    row, _, _ = update(learner, estimated(learner, 0), 0)
     changed = {
         role: any(not torch.equal(a, b) for a, b in zip(before[role], after, strict=True))
         for role, after in weights().items()
@@ -74,15 +74,15 @@ def moved(model: str, folder: str, least: int, parallel: dict[str, int]) -> tupl
 
     from megatron_stppo.data.division import chosen_tokens
     from megatron_stppo.training import stages
-    from megatron_stppo.training.stages import divided, score, update
+    from megatron_stppo.training.stages import update
 
     stages.LEAST = least
-    given, mesh = divided(learner, batch(), 0), learner.mesh
-    old, parts = score(learner, given), [minibatch.parts for minibatch in given.epochs[0]]
+    given, old, mesh = batch(), estimated(learner, 0), learner.mesh
+    parts = [minibatch.parts for minibatch in old.epochs[0]]
     own = [n for part in parts for n in part[mesh.data_rank]]
     held_N = torch.full_like(given.held_N, -1).index_copy(0, torch.tensor(own), given.held_N[own])
     row, _, _ = update(learner, replace(old, held_N=held_N), 0)
-    new = score(learner, given)
+    new = estimated(learner, 0)
     sample = [n for part in parts[0] for n in part[: least // mesh.data_size]]
     in_T = given.live_T & chosen_tokens(given, sample)
     return row, old.old_logprob_T[in_T].double(), new.old_logprob_T[in_T].double()
@@ -94,11 +94,10 @@ def shared(model: str, folder: str, parallel: dict[str, Any]) -> tuple[float, fl
     prefixes / tokens, counted over all steps and data-parallel ranks: a rank's part of a step is one
     micro-batch."""
     learner = build(model, folder, parallel)
-    from dataclasses import replace
 
     import torch
 
-    from megatron_stppo.base.types import Task, Trajectory, Turn
+    from megatron_stppo.base.types import EstimatedBatch, Task, Trajectory, Turn
     from megatron_stppo.data.division import minibatches
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.plan.sharing import RecordedBatch, Sharing
@@ -110,9 +109,9 @@ def shared(model: str, folder: str, parallel: dict[str, Any]) -> tuple[float, fl
         played.append(Trajectory(task, tuple(range(20) if n < 5 else range(100, 120)), (turn,), "ok"))
     given = to_batch(played)
     ones_T = torch.ones(len(given.action_index_T))
-    given = replace(given, advantage_T=ones_T, return_T=ones_T)
-    row, _, _ = update(learner, score(learner, divided(learner, given, 0)), 0)
-    steps, distinct, tokens = minibatches(8, 2, 0, 0, 0), 0, 0
+    scored = score(learner, divided(learner, given, 0))
+    row, _, _ = update(learner, EstimatedBatch.of(scored, advantage_T=ones_T, return_T=ones_T), 0)
+    steps, distinct, tokens = minibatches(given.first_N, 2, 0, 0, 0), 0, 0
     planned = Sharing.of(learner.config, learner.packer, RecordedBatch(Path(folder), 8, given, steps))
     for chosen in steps:
         for part in learner.packer.divide(given, chosen).parts:
@@ -134,7 +133,7 @@ def frozen(model: str, folder: str) -> tuple[dict[str, bool], bool]:
 
     from megatron_stppo.checkpoint import saving
     from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.training.stages import divided, score, update
+    from megatron_stppo.training.stages import update
 
     def weights(learner: Any) -> dict[str, Any]:
         chunk = learner.critic.chunks[0]
@@ -145,7 +144,7 @@ def frozen(model: str, folder: str) -> tuple[dict[str, bool], bool]:
 
     before = weights(learner)
     for iteration in range(2):  # the value head is 0 in the first step, so that its trunk has no gradient
-        update(learner, score(learner, divided(learner, batch(), iteration)), iteration)
+        update(learner, estimated(learner, iteration), iteration)
     after = weights(learner)
     saver = save_or_load(learner)
     saver.save(2, learner.trainers, {"iteration": 2})
@@ -153,7 +152,7 @@ def frozen(model: str, folder: str) -> tuple[dict[str, bool], bool]:
     again = build_learner(learner.config, learner.shape, learner.mesh, torch.float32)
     save_or_load(again).load(again.trainers)
     for one in (learner, again):
-        update(one, score(one, divided(one, batch(), 2)), 2)
+        update(one, estimated(one, 2), 2)
     changed = {name: not torch.equal(before[name], after[name]) for name in before}
     one, other = weights(learner), weights(again)
     return changed, all(torch.equal(one[name], other[name]) for name in one)
@@ -164,11 +163,11 @@ def frozen_on(model: str, folder: str, parallel: dict[str, int]) -> None:
     learner = build(model, folder, parallel, critic={**SETTINGS, "frozen_attention": True})
     from megatron_stppo.checkpoint.convert import export_hf
     from megatron_stppo.model.build import named_parameters
-    from megatron_stppo.training.stages import divided, score, update
+    from megatron_stppo.training.stages import update
     from megatron_stppo.weights.sharding.spans import training_layouts
 
     for iteration in range(2):  # the value head is 0 in the first step, so that its trunk has no gradient
-        update(learner, score(learner, divided(learner, batch(), iteration)), iteration)
+        update(learner, estimated(learner, iteration), iteration)
     weights = named_parameters(learner.critic.chunks)
     layouts = training_layouts(learner.shape, learner.mesh.layout, head="value")
     export_hf(Path(folder) / "critic", weights, layouts, learner.shape, Path(model), head="value")
@@ -209,10 +208,8 @@ def begun(model: str, critic: str, folder: str) -> tuple[dict[str, Any], list[st
 def without_clipping(model: str, folder: str, algorithm: dict[str, Any]) -> dict[str, Any]:
     """Make an update with an algorithm that clips nothing. Return its row."""
     learner = build(model, folder, algorithm=algorithm)
-    from megatron_stppo.training.stages import divided, score, update
+    from megatron_stppo.training.stages import update
     from megatron_stppo.training.update.own import Own
 
-    row, _, _ = update(
-        learner, score(learner, divided(learner, batch(), 0)), 0, own=Own.of(learner.config).loss
-    )
+    row, _, _ = update(learner, estimated(learner, 0), 0, own=Own.of(learner.config).loss)
     return row
