@@ -64,7 +64,7 @@ def check_environment(
     section = settings.environment if settings is not None else EnvironmentConfig().beside(Path())
     train = settings.data.train if settings is not None else None
     given = tasks.read(train)[:8] if train is not None else ()
-    section = section.model_copy(update={"kind": kind})
+    section = section.changed(kind=kind)
     if turns:
         from megatron_stppo.weights.sharding.hf_load import load_tokenizer
 

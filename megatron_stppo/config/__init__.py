@@ -31,25 +31,14 @@ from megatron_stppo.config.rollout import (
 from megatron_stppo.config.run import DeadlinesConfig, RunConfig, TelemetryConfig
 from megatron_stppo.config.section import Section, finite
 from megatron_stppo.config.serving import ServingConfig
-from megatron_stppo.config.update import (
-    ActorOptimizerConfig,
-    ColdStartConfig,
-    CriticOptimizerConfig,
-    OptimizerConfig,
-    UpdateConfig,
-)
+from megatron_stppo.config.update import ColdStartConfig, OptimizerConfig, UpdateConfig
 
 __all__ = [
-    "ActorOptimizerConfig",
     "AlgorithmConfig",
-    "ColdStartConfig",
     "Config",
     "ConfigError",
-    "CriticOptimizerConfig",
-    "DataConfig",
     "DeadlinesConfig",
     "EnvironmentConfig",
-    "EvaluateConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -57,10 +46,6 @@ __all__ = [
     "RetrievalConfig",
     "RolloutConfig",
     "RunConfig",
-    "Section",
-    "ServingConfig",
-    "TelemetryConfig",
-    "UpdateConfig",
 ]
 
 

@@ -103,7 +103,7 @@ class ModelConfig(Section):
     @property
     def in_torch(self) -> ModelConfig:
         """A copy whose layers are operations of torch; other kernels have no shapes without data."""
-        return self.model_copy(update={"delta_net": "torch"})
+        return self.changed(delta_net="torch")
 
     def float32_logits(self, on_gpu: bool) -> bool:
         """Return whether logits are computed in float32 even if the model is in bfloat16."""

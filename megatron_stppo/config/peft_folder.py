@@ -25,6 +25,8 @@ MAX_NAME = 200  # characters of a tensor's name; those of the supported models h
 TYPES = ("BF16", "F16", "F32")
 MATRIX = re.compile(re.escape(PREFIX) + r"(?P<layer>[\w.]+)\.lora_(?P<matrix>[AB])\.weight")
 REMEDY = "merge the adapter into its model with peft (merge_and_unload), and give that folder as model.path"
+AGAIN = "write the adapter again"
+NOT_SAFETENSORS = f"{TENSORS} is not a safetensors file; {AGAIN}"
 
 # Options that may have any value: they describe the adapter, or act only while peft trains it.
 ANY = {
@@ -68,21 +70,10 @@ def read_folder(folder: Path) -> PeftFolder:
     """Return what a folder says about its adapter. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"model.lora.path={folder}: no such folder; give one with {SETTINGS} and {TENSORS}")
-    settings = _settings(folder)
-    _check_options(folder, settings)
-    rank, alpha = _number(folder, settings, "r"), _number(folder, settings, "lora_alpha")
-    if rank % 1:
-        raise _wrong(folder, f"{SETTINGS} has r={rank}, not a whole number; write the adapter again")
-    base = settings.get("base_model_name_or_path")
-    header = _header(folder)
-    metadata = header.pop("__metadata__", None)
-    recorded = {
-        k: v for k, v in (metadata if isinstance(metadata, dict) else {}).items() if isinstance(v, str)
-    }
-    shapes = _matrices(folder, header)
-    held = {key.split(".")[-3] for key in shapes}
-    targets = tuple(name for name in LINEAR if name in held)
-    return PeftFolder(int(rank), alpha, targets, shapes, _text(base), recorded)
+    try:
+        return _read(folder)
+    except ConfigError as error:
+        raise ConfigError(f"model.lora.path={folder}: {error}") from None
 
 
 def completed(lora: LoraConfig) -> LoraConfig:
@@ -94,114 +85,104 @@ def completed(lora: LoraConfig) -> LoraConfig:
     missing = {"rank", "alpha", "targets"} - lora.model_fields_set
     if lora.path is None or not missing:
         return lora
-    found = read_folder(lora.path)
-    return lora.model_copy(update={name: getattr(found, name) for name in missing})
+    folder = read_folder(lora.path)
+    return lora.changed(**{name: getattr(folder, name) for name in missing})
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS
+def _read(folder: Path) -> PeftFolder:
+    """Return what the folder says. Raises ConfigError without the name of the folder, as all that follows."""
+    settings = _settings(folder / SETTINGS)
+    _check_options(settings)
+    rank, alpha = _number(settings, "r"), _number(settings, "lora_alpha")
+    if rank % 1:
+        raise ConfigError(f"{SETTINGS} has r={rank}, not a whole number; {AGAIN}")
+    base = settings.get("base_model_name_or_path")
+    header = _header(folder)
+    metadata = header.pop("__metadata__", None)
+    texts = {k: v for k, v in metadata.items() if isinstance(v, str)} if isinstance(metadata, dict) else {}
+    shapes = _matrices(header)
+    having = {key.split(".")[-3] for key in shapes}
+    targets = tuple(name for name in LINEAR if name in having)
+    return PeftFolder(int(rank), alpha, targets, shapes, base if isinstance(base, str) else "", texts)
+
+
+def _settings(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             text = file.read(MAX_SETTINGS + 1)
         settings = json.loads(text) if len(text) <= MAX_SETTINGS else None
     except OSError as error:
-        raise _wrong(
-            folder, f"{SETTINGS} cannot be read ({error.strerror}); write the adapter again"
-        ) from None
+        raise ConfigError(f"{SETTINGS} cannot be read ({error.strerror}); {AGAIN}") from None
     except (ValueError, RecursionError) as error:
-        raise _wrong(folder, f"{SETTINGS} is not JSON ({error}); write the adapter again") from None
+        raise ConfigError(f"{SETTINGS} is not JSON ({error}); {AGAIN}") from None
     if not isinstance(settings, dict):
-        raise _wrong(folder, f"{SETTINGS} is not an object of at most 1 MiB; write the adapter again")
+        raise ConfigError(f"{SETTINGS} is not an object of at most 1 MiB; {AGAIN}")
     return settings
 
 
-def _check_options(folder: Path, settings: dict[str, Any]) -> None:
+def _check_options(settings: dict[str, Any]) -> None:
     for name in ("peft_type", "r", "lora_alpha"):
         if settings.get(name) in (None, ""):
-            raise _wrong(
-                folder, f"{SETTINGS} has no {name}; give an adapter that the package peft has written"
-            )
+            raise ConfigError(f"{SETTINGS} has no {name}; give an adapter that the package peft has written")
     for name, value in sorted(settings.items()):
-        if name in ANY or not value or value in ALLOWED.get(name, ()):
-            continue
-        named = _short(name if name.isidentifier() else repr(name))
-        shown = f"{named}={_short(json.dumps(value))}"
-        raise _wrong(folder, f"{SETTINGS} has {shown}, which is not supported; {REMEDY}")
+        if name not in ANY and value and value not in ALLOWED.get(name, ()):
+            option = f"{_short(name if name.isidentifier() else repr(name))}={_short(json.dumps(value))}"
+            raise ConfigError(f"{SETTINGS} has {option}, which is not supported; {REMEDY}")
 
 
 def _header(folder: Path) -> dict[str, Any]:
     """Return {name: {"dtype": .., "shape": ..}} of adapter_model.safetensors, with its `__metadata__`."""
-    path = folder / TENSORS
     try:
-        with path.open("rb") as file:
+        with (folder / TENSORS).open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            text = file.read(size) if size <= MAX_HEADER else b""
-        header = json.loads(text)
+            header = json.loads(file.read(size) if size <= MAX_HEADER else b"")
     except FileNotFoundError:
         pickled = sorted(file.name for file in folder.glob("adapter_model*.bin"))
         besides = f"{pickled[0]} is not read, because a pickle can run code; " if pickled else ""
-        raise _wrong(
-            folder, f"there is no {TENSORS}; {besides}save the adapter with safe_serialization=True"
+        raise ConfigError(
+            f"there is no {TENSORS}; {besides}save the adapter with safe_serialization=True"
         ) from None
     except OSError as error:
-        raise _wrong(
-            folder, f"{TENSORS} cannot be read ({error.strerror}); write the adapter again"
-        ) from None
+        raise ConfigError(f"{TENSORS} cannot be read ({error.strerror}); {AGAIN}") from None
     except (ValueError, RecursionError):
-        header = None
+        raise ConfigError(NOT_SAFETENSORS) from None
     if not isinstance(header, dict):
-        raise _wrong(folder, f"{TENSORS} is not a safetensors file; write the adapter again")
+        raise ConfigError(NOT_SAFETENSORS)
     return header
 
 
-def _matrices(folder: Path, header: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _matrices(header: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, entry in sorted(header.items()):
-        shown = _short(name)
+        tensor = f"tensor {_short(name)!r}"
         if len(name) > MAX_NAME:
-            raise _wrong(folder, f"tensor {shown!r} has a name of {len(name)} characters; {REMEDY}")
+            raise ConfigError(f"{tensor} has a name of {len(name)} characters; {REMEDY}")
         match = MATRIX.fullmatch(name)
         layer = match["layer"].rpartition(".")[2] if match else ""
         if layer not in LINEAR or ".experts." in name:
-            raise _wrong(
-                folder,
-                f"tensor {shown!r} does not belong to an adapter of {', '.join(LINEAR[:-1])} or {LINEAR[-1]} "
-                f"outside experts; {REMEDY}",
-            )
+            known = f"{', '.join(LINEAR[:-1])} or {LINEAR[-1]}"
+            raise ConfigError(f"{tensor} does not belong to an adapter of {known} outside experts; {REMEDY}")
         try:
             dtype, shape = str(entry["dtype"]), tuple(min(int(n), 1 << 63) for n in entry["shape"])
         except (TypeError, KeyError, ValueError, OverflowError):
-            raise _wrong(folder, f"{TENSORS} is not a safetensors file; write the adapter again") from None
+            raise ConfigError(NOT_SAFETENSORS) from None
         if dtype not in TYPES:
-            raise _wrong(
-                folder, f"tensor {shown!r} has type {_short(dtype)}; save it as one of {', '.join(TYPES)}"
-            )
+            raise ConfigError(f"{tensor} has type {_short(dtype)}; save it as one of {', '.join(TYPES)}")
         if len(shape) != 2:
-            raise _wrong(folder, f"tensor {shown!r} has {len(shape)} dimensions, not 2; {REMEDY}")
+            raise ConfigError(f"{tensor} has {len(shape)} dimensions, not 2; {REMEDY}")
         shapes[name.removeprefix(PREFIX)] = shape
     if not shapes:
-        raise _wrong(folder, f"{TENSORS} holds no tensor; write the adapter again")
+        raise ConfigError(f"{TENSORS} holds no tensor; {AGAIN}")
     return shapes
 
 
-def _number(folder: Path, settings: dict[str, Any], name: str) -> float:
+def _number(settings: dict[str, Any], name: str) -> float:
     value = settings[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-        raise _wrong(
-            folder,
-            f"{SETTINGS} has {name}={_short(json.dumps(value))}, not a number above 0; write the adapter "
-            "again",
-        )
+        option = f"{name}={_short(json.dumps(value))}"
+        raise ConfigError(f"{SETTINGS} has {option}, not a number above 0; {AGAIN}")
     return float(value)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else ""
 
 
 def _short(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}.."
-
-
-def _wrong(folder: Path, what: str) -> ConfigError:
-    return ConfigError(f"model.lora.path={folder}: {what}")

@@ -86,6 +86,5 @@ class Section(BaseModel):
 
     def absolute(self) -> Self:
         """Return a copy whose relative paths begin at the root: they are relative to the current folder."""
-        given = {name: getattr(self, name) for name in type(self).model_fields}
-        paths = {name: value for name, value in given.items() if isinstance(value, Path | Section)}
-        return self.model_copy(update={name: value.absolute() for name, value in paths.items()})
+        paths = {name: value for name, value in self if isinstance(value, Path | Section)}
+        return self.changed(**{name: value.absolute() for name, value in paths.items()})

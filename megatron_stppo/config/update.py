@@ -26,7 +26,6 @@ class OptimizerConfig(Section):
 
 
 class ActorOptimizerConfig(OptimizerConfig):
-    lr: float = Field(1e-6, gt=0, description="highest learning rate of Adam")
     warmup_fraction: float = Field(
         0.285, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
     )

@@ -64,8 +64,7 @@ def training_use(
     layout, dtype = Layout.of_world(gpus, config.parallel), planned_dtype(config)
     spec = layer_spec(config)
     fused = fusions.fields(fusions.Place.of(config, shape, gpu.is_cuda), config.megatron)
-    settings = WITHOUT_VALUES | config.megatron | fused
-    config = config.model_copy(update={"megatron": settings})
+    config = config.changed(megatron=WITHOUT_VALUES | config.megatron | fused)
     training = training_layouts(shape, layout, spec=spec)
     stages: list[StageUse] = []
     for kind in kinds(layout, training):

@@ -94,7 +94,7 @@ class RankModels:
         microbatch: Microbatch,
         is_cuda: bool,
     ) -> None:
-        self.config = config.model_copy(update={"model": config.model.in_torch})
+        self.config = config.changed(model=config.model.in_torch)
         self.shape, self.mesh, self.dtype = shape, mesh, dtype
         self.microbatch, self.is_cuda = microbatch, is_cuda
         self.warm = False

@@ -73,8 +73,7 @@ class Planner:
         self.shape = read_shape(config.model.path)
         self.batch = config.rollout.tasks_per_iteration * config.rollout.samples_per_task  # episodes
         self.concurrency = config.serving.concurrency or config.rollout.max_sequences  # per replica
-        share = {"gpu_memory_utilization": given["replica_memory"]}
-        self._serving = config.model_copy(update={"rollout": config.rollout.model_copy(update=share)})
+        self._serving = config.changed(rollout={"gpu_memory_utilization": given["replica_memory"]})
         self._uses: dict[int, TrainingUse] = {}
 
     @cached_property
