@@ -26,7 +26,7 @@ from megatron_stppo.cluster.exits import (
     say,
 )
 from megatron_stppo.commands import check, convert, environments, plan, report, serve, train
-from megatron_stppo.commands.options import command_group, examples
+from megatron_stppo.commands.open_run import command_group, examples
 
 app = command_group(
     "ST-PPO for very large multi-turn LLM agents, on megatron-core and vLLM.",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from megatron_stppo.weights.sharding.hf_write import by_file, finish, stacks, wr
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits; the fourth is the sign
 BIAS = 127  # of the exponent that a scale has
 QUANTISED = ("_blocks", "_scales")
-Shown = Callable[[Sequence[str]], Sequence[str]]  # what the names of the tensors pass through, a progress bar
+Shown = Callable[[Sequence[str]], Iterable[str]]  # what the names of the tensors pass through, a progress bar
 
 
 @contextmanager

@@ -13,8 +13,16 @@ import typer
 from megatron_stppo.base.errors import Ending
 from megatron_stppo.cluster.exits import crash, is_first_rank, naming_a_full_disk
 from megatron_stppo.cluster.launch import process
-from megatron_stppo.commands.open_run import lock, open_config, uncollected
-from megatron_stppo.commands.options import File, Overrides, command_group, examples
+from megatron_stppo.commands.open_run import (
+    File,
+    Modules,
+    Overrides,
+    command_group,
+    examples,
+    importing,
+    lock,
+    open_config,
+)
 from megatron_stppo.commands.train import import_assembly
 
 commands = command_group()
@@ -45,9 +53,7 @@ def audit(
 
     settings = open_config(sources.config_of(run), overrides, "audit", checkpoint=True)
     sources.check_audit(settings, run)
-    with uncollected():
-        process.prepare(engine=False)
-        process.check(settings)
+    with importing(settings, quiet=True, engine=False):
         from megatron_stppo.evidence.audit.audit import CRASHED
         from megatron_stppo.evidence.audit.audit import audit as check
 
@@ -71,8 +77,7 @@ def check_layouts(
 ) -> None:
     """Compute one step under every layout that fits the ranks; exit 1 if two of them differ."""
     settings = open_config(config, overrides, "check-layouts")
-    with uncollected():
-        process.prepare(engine=False)
+    with importing(quiet=True, engine=False):
         from megatron_stppo.evidence.layouts.comparison import check_layouts as check
 
     raise typer.Exit(int(check(settings, output) > 0))
@@ -145,13 +150,14 @@ def verify(
             help="layers of the models; 0: all; default: 4, or more if stages need it",
         ),
     ] = None,
+    modules: Modules = None,
 ) -> None:
     """Check weights, gradients, optimizer, rewards, tokens and resume of a configuration before a long run;
     exit 1 if a check fails."""
     from megatron_stppo.replicas.wire import address
     from megatron_stppo.validation import checks, run_folder
 
-    settings = open_config(config, overrides, "verify")
+    settings = open_config(config, overrides, "verify", modules=modules)
     if output is not None:
         checks.check_folder("--json", output.parent)
     settings = settings.changed(run={"name": f"{settings.run.name[:57]}-verify"})

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megatron_stppo.base.files import check_absent, check_empty
-from megatron_stppo.cluster.launch import process
-from megatron_stppo.commands.open_run import open_config, uncollected
-from megatron_stppo.commands.options import File, Overrides, command_group, examples
+from megatron_stppo.commands.open_run import File, Overrides, command_group, examples, importing, open_config
 from megatron_stppo.observe.console import say
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
+    from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 commands = command_group("Convert between checkpoints and Hugging Face folders.")
 Checkpoint = Annotated[str, typer.Argument(help="checkpoint of the run in CONFIG.yaml: step_N or latest")]
@@ -32,8 +31,7 @@ Output = Annotated[Path, typer.Argument(help="new folder to write")]
 def to_hf(config: File, checkpoint: Checkpoint, output: Output, overrides: Overrides = None) -> None:
     """Write a checkpoint's actor as a Hugging Face folder, on any number of ranks."""
     settings = _open(config, checkpoint, output, overrides)
-    with uncollected():
-        process.prepare(engine=False)
+    with importing(quiet=True, engine=False):
         from megatron_stppo.checkpoint import convert
 
     convert.to_hf(settings, checkpoint, output)
@@ -52,8 +50,7 @@ def to_peft(config: File, checkpoint: Checkpoint, output: Output, overrides: Ove
     from megatron_stppo.validation import lora
 
     lora.check_used(settings, "convert to-peft")
-    with uncollected():
-        process.prepare(engine=False)
+    with importing(quiet=True, engine=False):
         from megatron_stppo.checkpoint import convert
 
     convert.to_peft(settings, checkpoint, output)
@@ -74,8 +71,7 @@ def to_megatron(
     """Write model.path, a Hugging Face folder, as a megatron checkpoint, on any number of ranks."""
     settings = open_config(config, overrides, "convert")
     check_empty("output", output)
-    with uncollected():
-        process.prepare(engine=False)
+    with importing(quiet=True, engine=False):
         from megatron_stppo.checkpoint import convert
 
     convert.to_megatron(settings, output)
@@ -110,15 +106,10 @@ def import_gguf(
 ) -> None:
     """Write a GGUF file as a Hugging Face folder, which model.path accepts."""
     import torch
-    from rich.progress import track
 
     from megatron_stppo.checkpoint import imports
 
-    def shown(names: Sequence[str]) -> list[str]:
-        return list(track(names, "decoding"))
-
-    shape = imports.import_gguf(file, folder, getattr(torch, dtype), shown)
-    say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, {dtype}")
+    _say_written(folder, imports.import_gguf(file, folder, getattr(torch, dtype), _progress), dtype)
 
 
 @imports.command(
@@ -132,12 +123,16 @@ def import_mxfp4(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="new folder to write", show_default=False)],
 ) -> None:
     """Write weights that are published in MXFP4 in bfloat16, as a folder which model.path accepts."""
-    from rich.progress import track
-
     from megatron_stppo.checkpoint import imports
 
-    def shown(names: Sequence[str]) -> list[str]:
-        return list(track(names, "decoding"))
+    _say_written(folder, imports.import_mxfp4(source, folder, _progress), "bfloat16")
 
-    shape = imports.import_mxfp4(source, folder, shown)
-    say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, bfloat16")
+
+def _progress(names: Sequence[str]) -> Iterable[str]:
+    from rich.progress import track
+
+    return track(names, "decoding")
+
+
+def _say_written(folder: Path, shape: ModelShape, dtype: str) -> None:
+    say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, {dtype}")

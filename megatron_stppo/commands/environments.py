@@ -9,10 +9,13 @@ import typer
 from typer.core import TyperCommand
 
 from megatron_stppo.base.errors import ConfigError
-from megatron_stppo.commands.options import Overrides, command_group, examples
+from megatron_stppo.commands.open_run import Modules, Overrides, command_group, examples
 
 commands = command_group()
 PLAY = "--play"
+# The files of a new project: everything that a first run needs, which a user then changes file by file.
+TEMPLATE, AGENT = (Path(__file__).parent / "new_project" / name for name in ("template", "agent"))
+MAKE_MODEL = TEMPLATE / "make_model.py"  # in every project
 
 
 class _Turns(TyperCommand):
@@ -53,6 +56,7 @@ def check_environment(
             "that the model reads is shown too",
         ),
     ] = None,
+    modules: Modules = None,
 ) -> None:
     """Play scripted episodes with your environment, without a model; exit 2 if it has a problem."""
     from megatron_stppo.config import EnvironmentConfig
@@ -60,27 +64,26 @@ def check_environment(
     from megatron_stppo.data import tasks
     from megatron_stppo.rollout.episodes.check_environment import check, play
 
-    settings = load(config, overrides).beside(config.parent) if config is not None else None
-    section = settings.environment if settings is not None else EnvironmentConfig().beside(Path())
-    train = settings.data.train if settings is not None else None
-    given = tasks.read(train)[:8] if train is not None else ()
+    settings = None if config is None else load(config, overrides).beside(modules or config.parent)
+    section = settings.environment if settings else EnvironmentConfig().beside(modules or Path())
     section = section.changed(kind=kind)
+    some = tasks.read(settings.data.train)[:8] if settings and settings.data.train else ()
     if turns:
         from megatron_stppo.weights.sharding.hf_load import load_tokenizer
 
         model = None
-        if settings is not None:
+        if settings:
             model = settings, load_tokenizer(settings.model.path, settings.model.template_arguments)
-        found = play(section, given, turns, typer.echo, model)
+        played = play(section, some, turns, typer.echo, model)
     else:
-        found = check(section, given, action or ())
-    if found.problems:
-        raise ConfigError("\nmegatron-stppo: ".join(found.problems))
+        played = check(section, some, action or ())
+    if played.problems:
+        raise ConfigError("\nmegatron-stppo: ".join(played.problems))
     if turns:
         return
-    ends = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items())) or "none ended"
-    unseen = "" if "ok" in found.outcomes else "; none was ok: give right actions with --action"
-    typer.echo(f"no problem in {found.episodes} episodes, {found.turns} turns: {ends}{unseen}", err=True)
+    ends = ", ".join(f"{count} {name}" for name, count in sorted(played.outcomes.items())) or "none ended"
+    unseen = "" if "ok" in played.outcomes else "; none was ok: give right actions with --action"
+    typer.echo(f"no problem in {played.episodes} episodes, {played.turns} turns: {ends}{unseen}", err=True)
 
 
 @commands.command("build-index", epilog=examples("megatron-stppo build-index corpus.jsonl index"))
@@ -134,9 +137,24 @@ def init(
     ] = False,
 ) -> None:
     """Write a new project: configuration, environment, data, tests and a model that trains on a CPU."""
-    from megatron_stppo.commands import new_project as project
-
-    names = project.write(folder, project.AGENT if agent else project.TEMPLATE)
+    names = write_project(folder, AGENT if agent else TEMPLATE)
     typer.echo(f"wrote {', '.join(names)} to {folder}; next:\n")
     typer.echo(f"    cd {folder}\n    python make_model.py\n    pytest")
     typer.echo("    megatron-stppo train config.yaml\n\nREADME.md says what to change first.")
+
+
+def write_project(folder: Path, template: Path = TEMPLATE) -> list[str]:
+    """Copy the template's files into `folder`, which is created; return their names, sorted.
+
+    Raises ConfigError if the folder holds anything, or cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"FOLDER={folder}: is not an empty folder; name a new one")
+    files = [path for path in (MAKE_MODEL, *template.iterdir()) if path.is_file()]  # not __pycache__
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            (folder / path.name).write_bytes(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"FOLDER={folder}: {error.strerror}; name a folder that can be written") from None
+    return sorted({path.name for path in files})

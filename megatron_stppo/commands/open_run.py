@@ -1,4 +1,5 @@
-"""What a command does before it imports torch: read and check the configuration, lock the run's folder."""
+"""What commands share: arguments, help texts, and what they do before they import torch: read and check the
+configuration, lock the run's folder."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.cluster.exits import is_first_rank
@@ -17,6 +20,38 @@ from megatron_stppo.observe.console import say, timed
 if TYPE_CHECKING:
     from megatron_stppo.base.types import Task
     from megatron_stppo.config import Config
+
+
+File = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[section.field=value]...", help="values that override the file", show_default=False
+    ),
+]
+Modules = Annotated[
+    Path | None,
+    typer.Option(
+        show_default=False, help="folder of the modules that fields name; default: that of CONFIG.yaml"
+    ),
+]
+
+
+def command_group(about: str | None = None, epilog: str | None = None) -> typer.Typer:
+    """Return a Typer to which commands are added, with plain text as help and Python's own tracebacks."""
+    return typer.Typer(
+        help=about,
+        epilog=epilog,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,  # its tracebacks print local variables, secrets among them
+        rich_markup_mode=None,
+    )
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a help text, in which every line stays as it is written."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def open_config(
@@ -73,22 +108,21 @@ def open_config(
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Time the imports that take seconds: torch, megatron-core, vLLM."""
-    with uncollected(), timed("importing", is_first_rank()):
-        yield
+def importing(checked: Config | None = None, quiet: bool = False, **device: Any) -> Iterator[None]:
+    """Set up the process for torch, megatron-core and vLLM, and import them without garbage collection.
 
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Import without garbage collection, and leave what is imported out of later collections.
-
-    The imports create over a million objects that stay. Without collections they take a quarter less
-    processor time, and a later collection does not look at these objects, which would take 0.3 s.
+    checked: a configuration that process.check then checks. quiet: do not print how long it took. device:
+    arguments of process.prepare. The imports create over a million objects that stay. Without collections
+    they take a quarter less processor time, and a later collection does not look at these objects, which
+    would take 0.3 s. Raises ConfigError.
     """
     gc.disable()
     try:
-        yield
+        with timed("importing", is_first_rank() and not quiet):
+            process.prepare(**device)
+            if checked is not None:
+                process.check(checked)
+            yield
     finally:
         gc.freeze()
         gc.enable()

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from megatron_stppo.base.errors import ConfigError
-from megatron_stppo.cluster.launch import process
-from megatron_stppo.commands.open_run import open_config, uncollected
-from megatron_stppo.commands.options import File, Overrides, command_group, examples
+from megatron_stppo.commands.open_run import File, Overrides, command_group, examples, importing, open_config
 
 if TYPE_CHECKING:  # --help must not import torch
     from megatron_stppo.config import Config
@@ -74,8 +72,7 @@ def plan(
     if len(gpus) > 1:
         raise ConfigError(f"--gpus: {len(gpus)} values; give one, or add --asynchronous")
     settings = open_config(config, overrides, "plan", world=gpus[0])
-    with uncollected():
-        process.prepare(engine=False, device="meta")
+    with importing(quiet=True, engine=False, device="meta"):
         from megatron_stppo.plan.dry_run import plan as dry_run
         from megatron_stppo.plan.report import write_plan
 
@@ -119,8 +116,7 @@ def _plan_asynchronous(
     settings = load(config, overrides)
     given = assumptions.read(settings, assume)
     candidates = {count: splits.candidates(settings, count) for count in gpus}
-    with uncollected():
-        process.prepare(engine=False, device="meta")
+    with importing(quiet=True, engine=False, device="meta"):
         from megatron_stppo.plan.outlook import Planner, recorded_lengths
         from megatron_stppo.plan.report import write_outlooks
         from megatron_stppo.plan.simulation.workload import Workload

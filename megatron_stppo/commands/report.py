@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_stppo.commands.options import command_group, examples
+from megatron_stppo.commands.open_run import command_group, examples
 
 commands = command_group()
 

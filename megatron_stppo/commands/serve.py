@@ -15,8 +15,7 @@ from megatron_stppo.base.errors import CannotServe, ConfigError
 from megatron_stppo.cluster.exits import end_after, end_normally, has_ended, is_first_rank
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.preemption import OF_A_TERMINAL, PreemptionNotice
-from megatron_stppo.commands.open_run import importing
-from megatron_stppo.commands.options import Overrides, command_group, examples
+from megatron_stppo.commands.open_run import Overrides, command_group, examples, importing
 from megatron_stppo.observe.console import say
 
 if TYPE_CHECKING:
@@ -79,7 +78,6 @@ def serve(
     leave = (signal.SIGTERM, *OF_A_TERMINAL)
     notice = PreemptionNotice(0, "leaving the run after this engine step", leave)
     with importing():
-        process.prepare()
         from megatron_stppo.replicas.replica import start
         from megatron_stppo.training.colocated import build_engine
     end_normally()

@@ -17,8 +17,16 @@ from megatron_stppo.base.files import replacing
 from megatron_stppo.cluster.exits import is_first_rank, naming_a_full_disk
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.preemption import PreemptionNotice
-from megatron_stppo.commands.open_run import importing, lock, open_config
-from megatron_stppo.commands.options import File, Modules, Overrides, command_group, examples
+from megatron_stppo.commands.open_run import (
+    File,
+    Modules,
+    Overrides,
+    command_group,
+    examples,
+    importing,
+    lock,
+    open_config,
+)
 from megatron_stppo.observe.console import say
 
 if TYPE_CHECKING:
@@ -70,16 +78,15 @@ def replay(
         str | None,
         typer.Option(help="checkpoint of RUN_DIR to start from, step_N or latest; default: model.path"),
     ] = None,
+    modules: Modules = None,
 ) -> None:
     """Train on the records of a run, and write a new run."""
     from megatron_stppo.validation import sources
 
-    settings = open_config(config or sources.config_of(run), overrides, "replay")
+    settings = open_config(config or sources.config_of(run), overrides, "replay", modules=modules)
     sources.check_replay(settings, records, run, start)
     lock(settings)
-    with importing():
-        process.prepare(engine=False)
-        process.check(settings)
+    with importing(settings, engine=False):
         from megatron_stppo.training.replay import replay as train_again
     with naming_a_full_disk(settings.run.folder):
         train_again(settings, records, run, start)
@@ -99,9 +106,10 @@ def rollout(
         typer.Option("--from", help="run whose checkpoint is used; default: model.path"),
     ] = None,
     start: Annotated[str, typer.Option(help="checkpoint of that run, step_N or latest")] = "latest",
+    modules: Modules = None,
 ) -> None:
     """Play training episodes and write them to trajectories/, without training."""
-    settings = open_config(config, overrides, "rollout", checkpoint=source is not None)
+    settings = open_config(config, overrides, "rollout", checkpoint=source is not None, modules=modules)
     from megatron_stppo.validation import run_folder, sources
 
     if source is None:
@@ -110,9 +118,7 @@ def rollout(
         sources.check_source(settings, "--from", source, start)
         sources.check_left(settings, source, start)
     lock(settings)
-    with importing():
-        process.prepare()
-        process.check(settings)
+    with importing(settings):
         from megatron_stppo.training.play_only import rollout as play
     with naming_a_full_disk(settings.run.folder):
         play(settings, source, start)
@@ -140,7 +146,6 @@ def evaluate(
     if output is not None:
         checks.check_folder("--output", output.parent)
     with importing():
-        process.prepare()
         from megatron_stppo.training.play_only import evaluate as measure
     with naming_a_full_disk(settings.run.folder):
         measure(settings, checkpoint, output)
@@ -163,11 +168,13 @@ def cold_start(
         Path | None,
         typer.Option(metavar="RUN_DIR", help="train only the critic, on the episodes of this run"),
     ] = None,
+    modules: Modules = None,
 ) -> None:
     """Teach a model the format from scripted trajectories (data.demonstrations), and play episodes with what
     was written. With model.lora only adapters are trained. With --critic, the critic learns the returns of
     recorded episodes."""
-    settings = open_config(config, overrides, "cold-start" if critic is None else "cold-start --critic")
+    command = "cold-start" if critic is None else "cold-start --critic"
+    settings = open_config(config, overrides, command, modules=modules)
     if critic is not None:
         from megatron_stppo.validation import sources
 
@@ -175,8 +182,7 @@ def cold_start(
     from megatron_stppo.validation import checks
 
     plays = critic is None and checks.plays(settings, "cold-start")
-    with importing():
-        process.prepare(engine=plays)
+    with importing(engine=plays):
         from megatron_stppo.training import cold_start as stage
         from megatron_stppo.training import value_pretraining
 
@@ -225,9 +231,7 @@ def import_assembly(settings: Config, notice: Callable[[], str] = lambda: "") ->
 
     notice: returns why the run must end soon, or "".
     """
-    with importing():
-        process.prepare(engine=settings.serving.replicas is None)
-        process.check(settings)
+    with importing(settings, engine=settings.serving.replicas is None):
         if settings.serving.replicas is None:
             from megatron_stppo.training.colocated import assemble as colocated
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_stppo.base.errors import ConfigError
 
-FOUND = "in the folder of the configuration file or on PYTHONPATH"
+FOUND = "in the folder of the configuration file (or --modules) or on PYTHONPATH"
 REMEDY = f"give MODULE:FUNCTION, {FOUND}"
 
 

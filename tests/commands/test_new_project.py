@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 
 import megatron_stppo
-from megatron_stppo.commands import new_project as init
+from megatron_stppo.commands.environments import AGENT, MAKE_MODEL, TEMPLATE, write_project
 from megatron_stppo.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
-TEMPLATE = Path(init.__file__).parent / init.TEMPLATE
-AGENT = TEMPLATE.with_name(init.AGENT)
 AGENT_FILES = ["README.md", "agent.py", "config.yaml", "demonstrations.py", "make_model.py"]
 AGENT_FILES += ["test_agent.py", "train.jsonl"]
 FILES = ["README.md", "config.yaml", "guess.py", "make_model.py", "test_environment.py", "train.jsonl"]
@@ -82,7 +80,7 @@ def test_a_folder_that_is_not_empty_is_refused_and_unchanged(tmp_path: Path) -> 
     (tmp_path / "notes.txt").write_text("mine")
     for target in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(ConfigError, match=rf"FOLDER={target}: is not an empty folder; name a new one"):
-            init.write(target)
+            write_project(target)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -90,7 +88,10 @@ def test_an_installed_package_has_the_whole_template(tmp_path: Path) -> None:
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
     assert (tmp_path / "megatron_stppo" / "py.typed").exists()
-    for source, names in ((TEMPLATE, FILES), (AGENT, [name for name in AGENT_FILES if name != init.SHARED])):
+    for source, names in (
+        (TEMPLATE, FILES),
+        (AGENT, [name for name in AGENT_FILES if name != MAKE_MODEL.name]),
+    ):
         built = (tmp_path / "megatron_stppo" / "commands" / "new_project" / source.name).iterdir()
         expected = {name: (source / name).read_text() for name in names}
         assert {path.name: path.read_text() for path in built} == expected

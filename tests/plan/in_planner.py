@@ -9,13 +9,11 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from unittest import mock
 
-from megatron_stppo.cluster.launch import process
-from megatron_stppo.commands.open_run import uncollected
+from megatron_stppo.commands.open_run import importing
 
 
 def prepare() -> None:
-    with uncollected():
-        process.prepare(engine=False, device="meta")  # as the command does: a second call does nothing
+    with importing(quiet=True, engine=False, device="meta"):  # as the command: a second call does nothing
         import megatron_stppo.plan.outlook
         import megatron_stppo.plan.report  # noqa: F401
 

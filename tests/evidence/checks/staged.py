@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from megatron_stppo.commands import new_project
+from megatron_stppo.commands.environments import write_project
 from megatron_stppo.config.file import load
 from megatron_stppo.evidence.bench.stage import Stage
 from megatron_stppo.evidence.verify import Check
@@ -36,7 +36,7 @@ OVERRIDES = [
 
 def write(folder: Path) -> Path:
     """Write the project and its model. Return the configuration's path."""
-    new_project.write(folder)
+    write_project(folder)
     with chdir(folder):
         runpy.run_path("make_model.py")
     return folder / "config.yaml"
