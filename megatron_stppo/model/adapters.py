@@ -112,7 +112,7 @@ def sharded_adapters(chunk: Any) -> dict[str, Any]:
     In the files they have the names of the whole model, so that they can be loaded under another layout.
     """
     head = chunk.post_process and isinstance(chunk.output_layer, ValueHead)
-    found: dict[str, Any] = chunk.output_layer.sharded_state_dict("output_layer.") if head else {}
+    shards: dict[str, Any] = chunk.output_layer.sharded_state_dict("output_layer.") if head else {}
     for local, layer in enumerate(chunk.decoder.layers):
         for name, adapter in adapters(layer):
             prefix = f"decoder.layers.{layer.layer_number - 1}.{name}."
@@ -121,8 +121,8 @@ def sharded_adapters(chunk: Any) -> dict[str, Any]:
             if name == "mlp.linear_fc1.adapter":  # a rank's rows are some of gate, then some of up
                 tensors[f"{prefix}b"] = apply_swiglu_sharded_factory(tensors[f"{prefix}b"], ())
             for key in own:
-                found[f"decoder.layers.{local}.{name}.{key}"] = tensors[prefix + key]
-    return found
+                shards[f"decoder.layers.{local}.{name}.{key}"] = tensors[prefix + key]
+    return shards
 
 
 def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Any, ...]:

@@ -93,8 +93,8 @@ class Sequences:
         """Return make(self), which is computed for the first of a model's layers."""
         if make not in self._made:
             self._made[make] = make(self)
-        found: Made = self._made[make]
-        return found
+        made: Made = self._made[make]
+        return made
 
 
 @dataclass
@@ -195,13 +195,12 @@ class Continued(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        found = [
+        (before, sum_before), (own, sum_own) = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *part, 0.0, causal, scale=scale)
             for *part, causal in _before_and_own(q, k, v)
-        ]
-        (first, one), (second, other) = found
-        both = torch.logaddexp(one, other)  # [1, heads, Q]
-        out = first * (one - both).exp()[..., None] + second * (other - both).exp()[..., None]
+        )
+        both = torch.logaddexp(sum_before, sum_own)  # [1, heads, Q]
+        out = before * (sum_before - both).exp()[..., None] + own * (sum_own - both).exp()[..., None]
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, both)
         ctx.scale = scale
@@ -264,13 +263,7 @@ class PackedAttention(torch.nn.Module):
     and keys, and returns [P, heads * D]."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        softmax_scale: float | None = None,
-        **kwargs: Any,
+        self, config: TransformerConfig, *args: Any, softmax_scale: float | None = None, **kwargs: Any
     ) -> None:
         super().__init__()
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels or 1)
@@ -280,10 +273,9 @@ class PackedAttention(torch.nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
-        attn_mask_type: Any = None,
-        attention_bias: Tensor | None = None,
+        *args: Any,
         packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
     ) -> Tensor:
         assert isinstance(packed_seq_params, Pack) and packed_seq_params.pieces is not None
         assert packed_seq_params.rotation is not None
@@ -322,8 +314,8 @@ class PackedAttention(torch.nn.Module):
             attend = functional.scaled_dot_product_attention
             return attend(q, k, v, scale=self.scale, enable_gqa=True, is_causal=True)
         # the queries belong to the last of these tokens
-        found: Tensor = (masked if q.is_cuda else Continued.apply)(q, k, v, self.scale)
-        return found
+        attended: Tensor = (masked if q.is_cuda else Continued.apply)(q, k, v, self.scale)
+        return attended
 
     def _attend_cuda(self, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces) -> Tensor:
         causal = (-1, 0)  # the causal mask is aligned with the last key, as the queries are

@@ -324,5 +324,5 @@ def from_hf(
         load_hf(folder, shape, spans, named_parameters(model), keep={*keep, *own} - spans.keys())
     except ConfigError as error:  # for instance of a tensor that only this rank reads
         problem = str(error)
-    raise_together(problem, lambda found: ConfigError(first(found)), str)
+    raise_together(problem, lambda problems: ConfigError(first(problems)), str)
     return model

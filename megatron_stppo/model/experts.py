@@ -152,11 +152,13 @@ class GroupedExperts(SequentialMLP):
         megatron's buffers hold the parameters in the reverse order, so that those of all experts are next to
         each other.
         """
-        found = list(super().named_modules(memo, prefix, remove_duplicate))
-        kinds = [name.rpartition(".")[2] for name, _ in found]
-        yield from (pair for pair, kind in zip(found, kinds, strict=True) if kind not in LINEAR)
-        for one in LINEAR:
-            yield from reversed([pair for pair, kind in zip(found, kinds, strict=True) if kind == one])
+        modules = [
+            (pair[0].rpartition(".")[2], pair)
+            for pair in super().named_modules(memo, prefix, remove_duplicate)
+        ]
+        yield from (pair for kind, pair in modules if kind not in LINEAR)
+        for layer in LINEAR:
+            yield from reversed([pair for kind, pair in modules if kind == layer])
 
 
 def join_weights(model: torch.nn.Module) -> None:
@@ -237,8 +239,8 @@ class _Products(Function):
 
 def _stacked(weights: Sequence[Tensor]) -> Tensor:
     """Return [E, O, I]: a view, or a copy if the weights are not in one storage."""
-    found = whole(weights)
-    return torch.stack(list(weights)) if found is None else found
+    joined = whole(weights)
+    return torch.stack(list(weights)) if joined is None else joined
 
 
 def _add(mains: list[Tensor], of_weights: Tensor) -> None:

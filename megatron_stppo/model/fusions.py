@@ -51,15 +51,15 @@ def obstacles(at: Place) -> dict[str, str]:
     fused_layers = at.layers == "transformer_engine"
     own_products = at.has_experts and not fused_layers
     rotary = "" if at.rotary_kernel else "this TransformerEngine has no kernel for packed sequences"
-    found = {
+    reasons = {
         # compiled by torch.compile; keeps gate and up projection, but not silu(gate)
         "bias_activation_fusion": "local experts have products of their own" if own_products else "",
         # the order of tokens under context parallelism is that of TransformerEngine (data/context.py)
         "apply_rope_fusion": rotary if fused_layers else "local layers read each token's angles from a table",
     }
-    found = found if at.on_gpu else dict.fromkeys(found, "there is no GPU")
+    reasons = reasons if at.on_gpu else dict.fromkeys(reasons, "there is no GPU")
     # the sum of the microbatches' gradients is then never rounded to bfloat16 (ops/products.py)
-    return found | {"gradient_accumulation_fusion": ""}
+    return reasons | {"gradient_accumulation_fusion": ""}
 
 
 def fields(at: Place, given: Mapping[str, Any]) -> dict[str, bool]:

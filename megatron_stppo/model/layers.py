@@ -145,8 +145,8 @@ class Layers:
 
 def layers_of(shape: ModelShape, config: Config, dtype: torch.dtype) -> Layers:
     """Return the Layers of a model's family. Raises ConfigError as they do."""
-    found: Layers = pkgutil.resolve_name(shape.layer_class)(shape, config, dtype)
-    return found
+    layers: Layers = pkgutil.resolve_name(shape.layer_class)(shape, config, dtype)
+    return layers
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -58,8 +58,8 @@ class Storages:
     def find(self) -> list[torch.UntypedStorage]:
         """Return the storages to move, each once."""
         staying = {tensor.untyped_storage()._cdata for tensor in self._besides()}
-        found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
-        return [storage for key, storage in found.items() if key not in staying]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in self._tensors()}
+        return [storage for key, storage in storages.items() if key not in staying]
 
     def leave(self) -> None:
         """Offload the storages to the host and free their device memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -28,15 +29,10 @@ Record = TypeVar("Record")  # what is kept of a microbatch: a detached tensor, o
 def packer_of(config: Config, shape: ModelShape, mesh: MeshRank) -> Packer:
     """Return the packer of a model of this shape. Raises ConfigError if update.share_prefixes must and cannot
     be on."""
-    return Packer.of(config, shape.hidden, mesh, shares_prefixes(config, mesh.layout))
-
-
-def shares_prefixes(config: Config, layout: Layout) -> bool:
-    """Return whether microbatches hold common prefixes once. Raises ConfigError if they must and cannot."""
-    reason = sharing_obstacle(config, layout)
+    reason = sharing_obstacle(config, mesh.layout)
     if reason and config.update.share_prefixes == "on":
         raise ConfigError(f"update.share_prefixes=on: {reason}; set it to auto")
-    return not reason
+    return Packer.of(config, shape.hidden, mesh, share_prefixes=not reason)
 
 
 def sharing_obstacle(config: Config, layout: Layout) -> str:
@@ -57,23 +53,36 @@ def forward_backward(
     model: Model,
     microbatches: Sequence[Microbatch],
     loss: Callable[[Tensor, Microbatch], tuple[Tensor, Record]],
+    *,
+    trains: bool = True,
 ) -> list[Record]:
-    """Add the gradient of the sum of the losses to the main gradients.
+    """Add the gradient of the sum of the losses to the main gradients; not if `trains` is False.
 
     loss(output, microbatch) returns a scalar that already contains its global denominator, and a detached
     record. Return the records, in the order of the microbatches; none except on the last pipeline stage.
     """
-    return _run(model, microbatches, loss, forward_only=False)
 
+    def on_output(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Record]:
+        of_microbatch, record = loss(output, microbatch)
+        # megatron requires a token count; with calculate_per_token_loss it does not divide by it
+        return of_microbatch, torch.zeros((), dtype=torch.int, device=output.device), record
 
-def evaluate(
-    model: Model,
-    microbatches: Sequence[Microbatch],
-    loss: Callable[[Tensor, Microbatch], tuple[Tensor, Record]],
-) -> list[Record]:
-    """Return the records of `forward_backward`, without the gradient."""
-    with torch.no_grad():
-        return _run(model, microbatches, loss, forward_only=True)
+    def step(
+        source: Iterator[Microbatch], model: torch.nn.Module
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Record]]]:
+        microbatch = next(source)
+        return model(microbatch), partial(on_output, microbatch)
+
+    with contextlib.nullcontext() if trains else torch.no_grad():
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(microbatches) for _ in model],  # every model chunk processes every microbatch
+            model=list(model),
+            num_microbatches=len(microbatches),
+            seq_length=int(microbatches[0].lengths.sum()),  # unused if stages exchange shapes
+            micro_batch_size=1,
+            forward_only=not trains,
+        )
 
 
 def total(records: Sequence[Tensor], size: int, mesh: MeshRank) -> Tensor:
@@ -85,34 +94,6 @@ def total(records: Sequence[Tensor], size: int, mesh: MeshRank) -> Tensor:
     dist.all_reduce(out, group=mesh.token_group)
     dist.all_reduce(out, group=mesh.pipeline_group)
     return out
-
-
-def _run(
-    model: Model,
-    microbatches: Sequence[Microbatch],
-    finish: Callable[[Tensor, Microbatch], tuple[Tensor, Record]],
-    forward_only: bool,
-) -> list[Record]:
-    def on_output(microbatch: Microbatch, output: Tensor) -> tuple[Tensor, Tensor, Record]:
-        loss, record = finish(output, microbatch)
-        # megatron requires a token count; with calculate_per_token_loss it does not divide by it
-        return loss, torch.zeros((), dtype=torch.int, device=output.device), record
-
-    def step(
-        source: Iterator[Microbatch], model: torch.nn.Module
-    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Record]]]:
-        microbatch = next(source)
-        return model(microbatch), partial(on_output, microbatch)
-
-    return get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=[iter(microbatches) for _ in model],  # every model chunk processes every microbatch
-        model=list(model),
-        num_microbatches=len(microbatches),
-        seq_length=int(microbatches[0].lengths.sum()),  # unused if stages exchange shapes
-        micro_batch_size=1,
-        forward_only=forward_only,
-    )
 
 
 def forward_only(
@@ -136,8 +117,7 @@ def forward_only(
 
     for minibatch in together:
         microbatches = packer.pack(batch, minibatch)
-        with torch.no_grad():
-            answers = _run(model, microbatches, finish, forward_only=True)
+        answers = forward_backward(model, microbatches, finish, trains=False)
         if mesh.is_last_stage:
             out_T += unpack(microbatches, answers, len(out_T))
     return _put_together(out_T, mesh)

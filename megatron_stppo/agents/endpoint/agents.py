@@ -209,7 +209,7 @@ def kill(leader: int, key: str, since: float) -> None:
 
 def _running(leader: int, key: bytes, since: int) -> set[int]:
     parents: dict[int, int] = {}
-    found: set[int] = set()
+    own: set[int] = set()
     for name in filter(str.isdigit, os.listdir("/proc")):
         process = int(name)
         with suppress(OSError):  # it has ended, or another user owns it
@@ -220,10 +220,10 @@ def _running(leader: int, key: bytes, since: int) -> set[int]:
                 continue
             parents[process] = parent
             if session == leader or key in _read(process, "environ"):
-                found.add(process)
-    while more := {process for process, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+                own.add(process)
+    while more := {process for process, parent in parents.items() if parent in own} - own:
+        own |= more
+    return own
 
 
 def _read(process: int, name: str) -> bytes:

@@ -8,8 +8,7 @@ All errors are JSON in the form of the API.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,30 +20,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from megatron_stppo.agents.endpoint.session import ENDED, Session
+from megatron_stppo.agents.protocols import anthropic_messages as messages
 from megatron_stppo.agents.protocols import body
-from megatron_stppo.agents.protocols.anthropic_messages import (
-    messages_ask,
-    messages_error,
-    messages_events,
-    messages_object,
-)
+from megatron_stppo.agents.protocols import openai_chat as chat
+from megatron_stppo.agents.protocols import openai_responses as responses
 from megatron_stppo.agents.protocols.body import Refusal
 from megatron_stppo.agents.protocols.exchange import Ask, Json, Reply
-from megatron_stppo.agents.protocols.openai_chat import (
-    chat_ask,
-    chat_events,
-    chat_object,
-    text_ask,
-    text_events,
-    text_object,
-)
-from megatron_stppo.agents.protocols.openai_responses import (
-    responses_ask,
-    responses_events,
-    responses_object,
-)
 
-log = logging.getLogger(__name__)
 # The same answer for an unknown name, a name of another episode and a wrong token.
 UNKNOWN = "wrong API key, or no such episode"
 
@@ -60,11 +42,13 @@ class Api:
 
 
 APIS = {  # by path below the base URL
-    "/chat/completions": Api(chat_ask, chat_object, chat_events),
-    "/completions": Api(text_ask, text_object, text_events, body.MAX_BYTES),
-    "/messages": Api(messages_ask, messages_object, messages_events),
-    "/messages/count_tokens": Api(partial(messages_ask, counts=True), messages_object, messages_events),
-    "/responses": Api(responses_ask, responses_object, responses_events),
+    "/chat/completions": Api(chat.chat_ask, chat.chat_object, chat.chat_events),
+    "/completions": Api(chat.text_ask, chat.text_object, chat.text_events, body.MAX_BYTES),
+    "/messages": Api(messages.messages_ask, messages.messages_object, messages.messages_events),
+    "/messages/count_tokens": Api(
+        partial(messages.messages_ask, counts=True), messages.messages_object, messages.messages_events
+    ),
+    "/responses": Api(responses.responses_ask, responses.responses_object, responses.responses_events),
 }
 PATHS = f"GET BASE_URL/models, POST BASE_URL + {', '.join(APIS)}"
 
@@ -83,16 +67,10 @@ class Doors:
 def application(doors: Doors) -> Starlette:
     """Return the web application for the episodes of `doors`."""
 
-    def answering(api: Api) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            return await _answered(doors, request, api)
-
-        return answer
-
     async def models(request: Request) -> Response:
         session = _session(doors, request)
-        session.admit()
-        session.leave()
+        with session.admitted():
+            pass
         name = request.path_params.get("model")  # every name is taken, as in requests
         card = {"id": name or doors.model, "object": "model", "created": 0, "owned_by": "megatron_stppo"}
         card |= {"max_model_len": doors.max_context}
@@ -120,7 +98,10 @@ def application(doors: Doors) -> Starlette:
     # not FastAPI, which would look for parameters in every request
     return Starlette(
         routes=[
-            *(Route(f"/{{name}}/v1{path}", answering(api), methods=["POST"]) for path, api in APIS.items()),
+            *(
+                Route(f"/{{name}}/v1{path}", partial(_answered, doors, api), methods=["POST"])
+                for path, api in APIS.items()
+            ),
             Route("/{name}/v1/models", models, methods=["GET"]),
             Route("/{name}/v1/models/{model:path}", models, methods=["GET"]),
             Route("/{name}", reached, methods=["HEAD"]),
@@ -135,17 +116,16 @@ def _session(doors: Doors, request: Request) -> Session:
     Clients of Anthropic's API may send it as x-api-key.
     """
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    given = [request.headers.get("x-api-key", ""), *([token] if scheme.lower() == "bearer" else [])]
+    tokens = [request.headers.get("x-api-key", ""), *([token] if scheme.lower() == "bearer" else [])]
     session = doors.sessions.get(request.path_params["name"])
-    if session is None or not any([session.opens(one) for one in given]):
+    if session is None or not any([session.opens(token) for token in tokens]):
         raise Refusal(401, UNKNOWN, "invalid_api_key")
     return session
 
 
-async def _answered(doors: Doors, request: Request, api: Api) -> Response:
+async def _answered(doors: Doors, api: Api, request: Request) -> Response:
     session = _session(doors, request)
-    session.admit()
-    try:
+    with session.admitted():
         try:
             content = body.read(await _content(request, doors.body_seconds), api.max_items)
             ask = api.ask(content, doors.has_parser)
@@ -157,8 +137,6 @@ async def _answered(doors: Doors, request: Request, api: Api) -> Response:
         await asyncio.sleep(0)  # connections that this client has closed before are closed here too
         session.submit(ask)
         answer = await _reply(ask, request)
-    finally:
-        session.leave()
     if isinstance(answer, Refusal):
         raise answer
     if isinstance(answer, int):
@@ -210,7 +188,7 @@ async def _left(request: Request) -> None:
 def _refusal(error: Refusal, request: Request) -> Response:
     """Return the answer to a refused request, in the form of the API to which its path belongs."""
     info = {"message": str(error), "type": error.code, "param": None, "code": error.status}
-    content = messages_error(error) if "/messages" in request.url.path else {"error": info}
+    content = messages.messages_error(error) if "/messages" in request.url.path else {"error": info}
     # a body may be unread
     close = {"connection": "close"} if error.status in (401, 404, 405, 408, 413, 429, 500) else {}
     return JSONResponse(content, error.status, headers=close)

@@ -59,17 +59,17 @@ class Histories:
         kind: what else must be equal, such as the tools of a chat. units: of one type per kind. The longest
         recorded beginning is taken; of equal ones that of a history that can be continued, then the oldest.
         """
-        found: tuple[int, bool, int, int] | None = None  # (units, continues, -history, tokens)
-        for number, history in enumerate(self._recorded):
-            for position, (end, tokens) in enumerate(history.ends):
-                if end is not None and history.kind == kind and history.units[:end] == units[:end]:
-                    last = position == len(history.ends) - 1
-                    found = max(found or (0, False, 0, 0), (end, last, -number, tokens))
-        if found is None:
+        beginnings = [  # (units, continues, -history, tokens)
+            (end, position == len(history.ends) - 1, -number, tokens)
+            for number, history in enumerate(self._recorded)
+            for position, (end, tokens) in enumerate(history.ends)
+            if end is not None and history.kind == kind and history.units[:end] == units[:end]
+        ]
+        if not beginnings:
             return Match(len(self), 0, (), continues=False)
-        end, continues, number, tokens = found[0], found[1], -found[2], found[3]
-        shared = tuple(self._recorded[number].tokens[:tokens])
-        return Match(number if continues else len(self), end, shared, continues)
+        end, continues, number, tokens = max(beginnings)
+        shared = tuple(self._recorded[-number].tokens[:tokens])
+        return Match(-number if continues else len(self), end, shared, continues)
 
     def record(
         self,

@@ -92,7 +92,7 @@ def _reach_without_proxy(host: str) -> None:
     which names everything, is left alone: clients understand it only by itself.
     """
     names = ("NO_PROXY", "no_proxy")
-    known = [one.strip() for name in names for one in os.environ.get(name, "").split(",")]
+    known = [place.strip() for name in names for place in os.environ.get(name, "").split(",")]
     every = ["*"] if "*" in known else filter(None, [*known, host])
     os.environ.update(dict.fromkeys(names, ",".join(dict.fromkeys(every))))
 

@@ -203,10 +203,10 @@ def _begun(tokenizer: Any, text: str) -> list[int]:
 
 def _until_stop(text: str, ask: Ask) -> tuple[str, str | None]:
     """Return the text up to the first stop string, and that string if there is one."""
-    found = [(text.find(stop), stop) for stop in ask.stop if stop in text]
-    if not found:
+    places = [(text.find(stop), stop) for stop in ask.stop if stop in text]
+    if not places:
         return text, None
-    start, stop = min(found)
+    start, stop = min(places)
     return text[: start + (len(stop) if ask.keep_stop else 0)], stop
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import threading
 import time
@@ -20,7 +19,6 @@ from megatron_stppo.environments.choose import listen_for_agents
 LOOPBACK = "127.0.0.1"
 MAX_HEAD = 2**14  # bytes of the head of a request
 START_SECONDS = 30.0
-log = logging.getLogger(__name__)
 
 
 class Endpoint:

@@ -1,6 +1,6 @@
 """One episode at the endpoint: the limits of its clients, and the queue of their requests.
 
-The server's thread calls `admit`, `leave` and `submit`; everything else belongs to the episode's event loop.
+The server's thread calls `admitted` and `submit`; everything else belongs to the episode's event loop.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import hmac
 import re
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from megatron_stppo.agents.protocols.body import Refusal
@@ -62,8 +64,9 @@ class Session:
         """Return whether this is the token. Takes the same time for every token of a length."""
         return hmac.compare_digest(token.encode("utf-8", "replace"), self.token.encode())
 
-    def admit(self) -> None:
-        """Count a request that begins. Raises Refusal above a limit. Call `leave` when it has ended."""
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Context manager that counts a request. Raises Refusal above a limit."""
         now = time.monotonic()
         self._allowed += (now - self._since) * self.limits.per_second
         self._allowed, self._since = min(self._allowed, self.limits.per_second), now
@@ -76,15 +79,16 @@ class Session:
             raise Refusal(429, f"more than {self.limits.per_second:g} requests per second", "rate_limit")
         self._allowed -= 1
         self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
 
     def refuse(self, refusal: Refusal) -> None:
         """Note why a request is refused. Any thread may call it."""
         self.refused = str(refusal)
         if refusal.status == 400 and len(self.refusals) < KINDS:
             self.refusals.setdefault(re.sub(r"\d+", "", self.refused), self.refused)
-
-    def leave(self) -> None:
-        self._waiting -= 1
 
     def submit(self, ask: Ask) -> None:
         """Send a request to the episode. Raises Refusal if its event loop has ended."""

@@ -111,11 +111,11 @@ def listed(where: str, value: Any) -> list[Any]:
 
 def objects(where: str, value: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return (place, object) for every element of a list of objects. Raises Refusal."""
-    found = [(f"{where}[{place}]", one) for place, one in enumerate(listed(where, value))]
-    for place, one in found:
-        if not isinstance(one, dict):
+    placed = [(f"{where}[{place}]", element) for place, element in enumerate(listed(where, value))]
+    for place, element in placed:
+        if not isinstance(element, dict):
             raise Refusal(400, f"{place}: must be an object")
-    return found
+    return placed
 
 
 def texts(where: str, content: Any, kinds: Collection[str] = ("text",), role: str = "") -> str:

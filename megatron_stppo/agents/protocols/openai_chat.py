@@ -152,7 +152,7 @@ def _stops(stop: Any) -> tuple[str, ...]:
     every = listed("stop", [stop] if isinstance(stop, str) else stop)
     if len(every) > MAX_STOPS:
         raise Refusal(400, f"stop: has {len(every)} texts; the endpoint takes at most {MAX_STOPS}")
-    if not all(isinstance(one, str) and 0 < len(one) <= MAX_STOP_LENGTH for one in every):
+    if not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in every):
         raise Refusal(400, f"stop: must be texts of 1 to {MAX_STOP_LENGTH} characters")
     return tuple(every)
 

@@ -131,9 +131,9 @@ def _tools(listed: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[dict[
         if tool.get("type") != "namespace":
             yield _tool(where, tool), None
             continue
-        for inside, one in objects(f"{where}.tools", tool.get("tools")):
-            space, named = tool.get("name"), _tool(inside, one)
-            named["function"]["name"] = _flat(inside, space, one.get("name"))
+        for inside, function in objects(f"{where}.tools", tool.get("tools")):
+            space, named = tool.get("name"), _tool(inside, function)
+            named["function"]["name"] = _flat(inside, space, function.get("name"))
             yield named, space
 
 

@@ -36,7 +36,7 @@ from megatron_stppo.evidence.bench.stage import Checked, Stage, plain
 from megatron_stppo.evidence.bench.trial import Counted, Piece, Trial, main_gradient, random_batch
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
-from megatron_stppo.model.pipeline import evaluate, logprobs, total
+from megatron_stppo.model.pipeline import forward_backward, logprobs, total
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.update.actor_step import SUMS, actor_step
 from megatron_stppo.training.update.critic_step import critic_step
@@ -248,14 +248,19 @@ def _objective(trial: Trial, batch: UpdatedBatch) -> tuple[Callable[[], float], 
         with torch.enable_grad():
             critic_step(trainer, batch, every, trial.config.algorithm.value_clip, packer)
         of_value = trial.value_loss(batch, every)
-        return lambda: float(total(evaluate(trainer.model, packed, of_value), 1, trial.mesh)), 1.0
+
+        def of_critic() -> float:
+            records = forward_backward(trainer.model, packed, of_value, trains=False)
+            return float(total(records, 1, trial.mesh))
+
+        return of_critic, 1.0
     own_T = logprobs(trainer.model, trial.head, batch, packer, [every])
     loss = trial.actor_loss(replace(batch, old_logprob_T=own_T + batch.old_logprob_T), every)
     with torch.enable_grad():
         actor_step(trainer, loss, every, packer, hold=True)
 
     def f() -> float:
-        records = evaluate(trainer.model, packed, loss)
+        records = forward_backward(trainer.model, packed, loss, trains=False)
         return -float(total([record.sums for record in records], len(SUMS), trial.mesh)[0])
 
     return f, float((loss.weight_T * batch.advantage_T).abs().sum())

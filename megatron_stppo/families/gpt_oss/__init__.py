@@ -47,9 +47,9 @@ class Yarn:
         kind = rope.get("rope_type", rope.get("type", "default"))
         other = sorted(name for name in rope.keys() - NAMES if rope[name] is not None)
         if kind != "yarn" or other:
-            found = f"{other[0]}={rope[other[0]]!r} of " if other else ""
+            field = f"{other[0]}={rope[other[0]]!r} of " if other else ""
             raise ConfigError(
-                f"{folder}: {found}rope_type={kind!r} is not supported for this model_type; use a checkpoint "
+                f"{folder}: {field}rope_type={kind!r} is not supported for this model_type; use a checkpoint "
                 f"with rope_type='yarn' and only {sorted(NAMES - {'rope_theta', 'rope_type', 'type'})}"
             )
         factor, fast, slow, original = (rate_of(folder, rope, name) for name in YARN)
@@ -66,11 +66,11 @@ class Yarn:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
-        found = []
+        angles = []
         for pair in range(size // 2):
             divided = min(1.0, max(0.0, (pair - low) / (high - low or 0.001)))
-            found.append(base ** (-2 * pair / size) * (1 - divided + divided / self.factor))
-        return found
+            angles.append(base ** (-2 * pair / size) * (1 - divided + divided / self.factor))
+        return angles
 
     def _pair(self, rotations: float, base: float, size: int) -> float:
         """Return the index of the pair that turns so often within `original` tokens, not rounded."""

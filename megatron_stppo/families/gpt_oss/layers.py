@@ -198,8 +198,8 @@ class BiasedExperts(GroupedExperts):
     def _biases(self, name: str, counts: list[int]) -> Tensor:
         """Return [N, O]: the bias of each row's expert."""
         biases = [getattr(expert, name).bias for expert in self.local_experts]
-        found: Tensor = _OfRows.apply(torch.stack(biases), counts)
-        return found
+        rows: Tensor = _OfRows.apply(torch.stack(biases), counts)
+        return rows
 
 
 class _OfRows(Function):

@@ -104,8 +104,7 @@ def core(
         q, k = (x * torch.rsqrt(x.square().sum(-1, True) + EPS) for x in (q, k))
         each = v.shape[1] // k.shape[1]
         q, k = (x.repeat_interleave(each, 1) for x in (q * layer.head_k_dim**-0.5, k))
-        one, read = _token(state[on], q, k, v, decay[at], strength[at])
-        state[on] = one
+        state[on], read = _token(state[on], q, k, v, decay[at], strength[at])
         core_attn_out[at] = read.to(core_attn_out.dtype)
     seen[slots], states[slots] = before, state.to(states.dtype)
 

@@ -125,7 +125,7 @@ class DeltaNet(Mixer):
 
     def _place(self, key: str, of: str, part: str, group: int, *, grouped: bool) -> Part:
         rows, at = self.each, of.index(part)
-        before = list(accumulate([rows[one] for one in of], initial=0))
+        before = list(accumulate([rows[name] for name in of], initial=0))
         if grouped:
             return key, group * before[-1] + before[at], rows[part]
         return key, self.key_heads * before[at] + group * rows[part], rows[part]

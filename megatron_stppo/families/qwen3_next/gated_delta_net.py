@@ -179,7 +179,7 @@ class GatedDeltaNet(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
+        *args: Any,
         sizes: DeltaNet,
         kernels: Kernels | None = None,
         pg_collection: ProcessGroupCollection | None = None,
@@ -211,11 +211,7 @@ class GatedDeltaNet(MegatronModule):
             torch.nn.init.normal_(self.conv1d.weight, std=config.init_method_std)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, *args: Any, packed_seq_params: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         sequences = packed_seq_params.sequences
         assert isinstance(sequences, Sequences)
@@ -265,12 +261,12 @@ class GatedDeltaNet(MegatronModule):
     ) -> dict:
         """Return megatron's description of this rank's shards. A shard has the rows of consecutive groups, so
         that a checkpoint fits other numbers of tensor ranks."""
-        found: dict[str, Any] = {}
+        shards: dict[str, Any] = {}
         for name in ("in_proj", "out_proj"):
-            found |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
+            shards |= getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
         own = {name: p for name, p in self.named_parameters() if not name.startswith(("in_", "out_"))}
         split = {"conv1d.weight": 0, "A_log": 0, "dt_bias": 0}
-        return found | make_sharded_tensors_for_checkpoint(
+        return shards | make_sharded_tensors_for_checkpoint(
             own,
             prefix,
             split,

@@ -95,8 +95,8 @@ class Scan(torch.autograd.Function):
             for at in steps:
                 state = state[: len(at)]  # of the sequences that are long enough
                 states[at] = state
-                fresh[at] = one = new[at] - read[at] @ state
-                state = state * kept[at] + k[at].mT @ one
+                fresh[at] = written = new[at] - read[at] @ state
+                state = state * kept[at] + k[at].mT @ written
         else:  # a plan: the same sizes and FLOP without a step per chunk
             fresh = new - read @ states
             k.mT @ fresh
@@ -116,8 +116,8 @@ class Scan(torch.autograd.Function):
                 missing = len(at) - len(of_state)  # sequences of which this is the last chunk
                 of_state = torch.cat([of_state, after.new_zeros(missing, *after.shape[1:])])
                 after[at] = of_state
-                of_fresh[at] = one = of_fresh[at] + k[at] @ of_state
-                of_state = direct[at] + of_state * kept[at] - read[at].mT @ one
+                of_fresh[at] = of_written = of_fresh[at] + k[at] @ of_state
+                of_state = direct[at] + of_state * kept[at] - read[at].mT @ of_written
         else:
             of_fresh = of_fresh + k @ after
             read.mT @ of_fresh

@@ -22,7 +22,6 @@ from tests.agents.endpoint.claims_hostile import ask, head, send, serving
 from tests.agents.endpoint.claims_recorder import answered, asked, recorder
 from tests.agents.endpoint.claims_requests import VALUES, refusal
 from tests.agents.endpoint.world import World
-from tests.documented import NAME, rows
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "search", "description": "Look it up.", "input_schema": {"type": "object"}}
@@ -67,12 +66,6 @@ def events(lines: Iterable[str]) -> list[dict[str, Any]]:
         found.append(json.loads(data.removeprefix("data: ")))
         assert name == f"event: {found[-1]['type']}" and rest == ["", ""]
     return found
-
-
-def test_every_field_has_its_row_in_docs_agents_md(world: World) -> None:
-    (cells,) = (cells for cells in rows("agents.md") if cells[0].startswith("`/v1/messages`"))
-    assert sorted(NAME.findall(cells[1])) == sorted(ACCEPTED)
-    assert sorted(NAME.findall(cells[2])) == sorted(IGNORED)
 
 
 def test_a_request_becomes_a_chat_in_the_clients_order(world: World) -> None:

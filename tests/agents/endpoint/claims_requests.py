@@ -84,6 +84,10 @@ def test_every_accepted_and_ignored_field_has_its_row_in_docs_agents_md(world: W
     }
     assert sorted(written["ignored"]) == sorted(IGNORED)
     assert sorted(written["accepted"]) == sorted(ACCEPTED["chat"] | ACCEPTED["text"])
+    for path, api in (("/v1/messages", anthropic_messages), ("/v1/responses", openai_responses)):
+        (cells,) = (cells for cells in rows("agents.md") if cells[0].startswith(f"`{path}`"))
+        assert sorted(NAME.findall(cells[1])) == sorted(api.ACCEPTED)
+        assert sorted(NAME.findall(cells[2])) == sorted(api.IGNORED)
 
 
 def test_every_ignored_field_has_a_type(world: World) -> None:

@@ -25,7 +25,6 @@ from tests.agents.endpoint.claims_messages import events, reply
 from tests.agents.endpoint.claims_recorder import answered, asked, recorder
 from tests.agents.endpoint.claims_requests import VALUES, refusal
 from tests.agents.endpoint.world import LIMITS, World
-from tests.documented import NAME, rows
 from tests.rollout.vllm.tiny import task
 
 HI: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -48,12 +47,6 @@ def request(*items: dict[str, Any], **given: Any) -> Ask:
 def said(text: str) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": []}
     return {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": [part]}
-
-
-def test_every_field_has_its_row_in_docs_agents_md(world: World) -> None:
-    (cells,) = (cells for cells in rows("agents.md") if cells[0].startswith("`/v1/responses`"))
-    assert sorted(NAME.findall(cells[1])) == sorted(ACCEPTED)
-    assert sorted(NAME.findall(cells[2])) == sorted(IGNORED)
 
 
 def test_items_of_a_turn_become_one_message(world: World) -> None:
