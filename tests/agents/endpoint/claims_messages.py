@@ -112,7 +112,9 @@ def test_a_request_becomes_a_chat_in_the_clients_order(world: World) -> None:
 
 
 def test_a_number_is_equal_in_each_form_in_which_clients_write_it(world: World) -> None:
-    """JavaScript writes 1.0 as 1, and 1e16 with all of its digits."""
+    """JavaScript writes 1.0 as 1, and 1e16 with all of its digits, at any depth and in any order."""
+    sampled, repeated = ({"q": 1.0, "r": [2.0, 0.5]}, {"r": [2, 0.5], "q": 1})
+    assert message(*called("f", sampled)).units == message(*called("f", repeated)).units
     asked = [message(*called("search", {"q": q})).units for q in (1.0, 1, 1e16, 10**16, 1.5)]
     assert asked[0] == asked[1] != asked[2] == asked[3] != asked[4] != asked[0]
 
@@ -141,11 +143,6 @@ def test_what_hosted_clients_add_changes_neither_history_nor_retry(world: World)
         thinking={"type": "enabled", "budget_tokens": 2000},
     )
     assert (plain.units, plain.kind, plain.digest) == (noisy.units, noisy.kind, noisy.digest)
-
-
-def test_numbers_as_javascript_writes_them_are_the_same_arguments(world: World) -> None:
-    sampled, repeated = ({"q": 1.0, "r": [2.0, 0.5]}, {"r": [2, 0.5], "q": 1})
-    assert message(*called("f", sampled)).units == message(*called("f", repeated)).units
 
 
 def test_what_is_not_supported_is_refused_in_one_line(world: World) -> None:

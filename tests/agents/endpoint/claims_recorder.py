@@ -76,16 +76,6 @@ def test_an_edited_history_is_a_new_one_after_the_sampled_tokens_that_are_left(w
     assert (history, text.count("<|im_start|>")) == (2, 4), "nothing of it was sampled"
 
 
-def test_two_conversations_in_turn_are_two_histories(world: World) -> None:
-    one = recorder(world)
-    for name in "ab":
-        asked(one, chat(user(name)))
-        answered(one, name.upper())
-    assert asked(one, chat(user("a"), said("A"), user("c"))) == (0, f"\n<|im_start|>user\nc{OPENING}")
-    answered(one, "d")
-    assert asked(one, chat(user("b"), said("B"), user("c")))[0] == 1
-
-
 def test_a_repeated_request_gets_the_recorded_completion_and_a_second_sample_a_new_one(world: World) -> None:
     one, first = recorder(world), chat(user("a"))
     asked(one, first)

@@ -50,17 +50,6 @@ def test_chunks_give_the_result_and_the_gradients_of_the_definition() -> None:
             assert (own - other).norm() < 1e-13 * other.norm()
 
 
-def test_a_sequence_starts_without_the_state_of_the_one_before() -> None:
-    given = drawn(sum(LENGTHS))
-    out, first = chunked(given, LENGTHS), LENGTHS[0]
-    others: list[Tensor] = [x.detach().clone() for x in given]
-    for x in others:
-        x[:first] += 0.1
-    changed = chunked(others, LENGTHS)
-    assert torch.equal(out[first:], changed[first:]) and not torch.equal(out[:first], changed[:first])
-    assert not torch.allclose(chunked(given, (sum(LENGTHS),))[first:], out[first:], atol=0.1)
-
-
 def test_places_and_steps_of_chunks() -> None:
     chunks = Chunks.of((3, 5), torch.device("cpu"), 4)
     assert chunks.place.tolist() == [0, 1, 2, 4, 5, 6, 7, 8] and chunks.count == 3
