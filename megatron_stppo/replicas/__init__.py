@@ -23,6 +23,15 @@ Who sends what to whom. First ranks exchange messages; all ranks exchange weight
     is saved     TellUnfinished                   Unfinished, one per episode; ToldUnfinished
     leaves       Stop                             or on its own: Unfinished, ReplicaEnds
 
+The way of an episode, from its last token to a batch:
+
+    Replica._report                    sends a Done, with the trajectory
+    Dialer.send, Channel               pack it (wire/episodes.py), and send it with a code
+    Channel, Mailbox, Listener.take    check the code, unpack it, or expel the replica
+    Crew.take, Crew._done              check that the replica was given it, and can have played it (Expected)
+    EpisodeLedger.finish               stores the trajectory; a Ledger (data/ledger.py) completes its group
+    Served.draw, EpisodeLedger.batch   take the groups of a batch
+
 Who waits for whom. T is serving.timeout: a side that is silent for so long is lost to the other one.
 
     who                            waits for                                   at most

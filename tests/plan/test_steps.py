@@ -61,7 +61,7 @@ def finish_times(speed: EngineSpeed, arrivals: list[Arrival]) -> list[float]:
         turn = Generation(prompt, prompt, tokens, partial(finished, number), lambda: None)
         clock.at(seconds, partial(engine.add, turn))
     clock.run(lambda: len(found) == len(arrivals))
-    assert engine.counts.generated == sum(tokens for _, _, tokens in arrivals)
+    assert engine.generated == sum(tokens for _, _, tokens in arrivals)
     return [found[number] for number in range(len(arrivals))]
 
 

@@ -191,17 +191,17 @@ class AsynchronousSimulation:
         clock.at(clock.now + run.publish, copied)
 
     def _totals(self) -> _Totals:
-        counts = [replica.engine.counts for replica in self._replicas]
+        engines = [replica.engine for replica in self._replicas]
         return _Totals(
             now=self._clock.now,
             waiting=self._waiting,
             training=self._training,
-            stepping=sum(replica.engine.seconds for replica in self._replicas),
+            stepping=sum(engine.seconds for engine in engines),
             paused=sum(replica.paused for replica in self._replicas),
             recomputed=sum(replica.recomputed for replica in self._replicas),
             calls_waiting=sum(replica.waited for replica in self._replicas),
-            steps=sum(count.steps for count in counts),
-            generated=sum(count.generated for count in counts),
+            steps=sum(engine.steps for engine in engines),
+            generated=sum(engine.generated for engine in engines),
         )
 
     def _forecast(self) -> Forecast:

@@ -89,15 +89,6 @@ class Generation:
     last_step: int = field(default=0, init=False)  # number of the step that generates the last token
 
 
-@dataclass
-class EngineCounts:
-    """What an engine has done so far."""
-
-    steps: int = 0
-    generated: int = 0  # tokens; also the sum of running sequences over steps
-    seconds: float = 0.0  # in steps
-
-
 @dataclass(frozen=True)
 class _Span:
     """Steps that are counted together: the same sequences run in all of them."""
@@ -116,12 +107,14 @@ class StepEngine:
     """Runs generations on a Clock. `stop` and `resume` make room for an update of the weights."""
 
     def __init__(self, clock: Clock, speed: EngineSpeed) -> None:
-        self.counts = EngineCounts()
+        self.steps = 0  # so far
+        self.generated = 0  # tokens; also the sum of running sequences over steps
         self.blocked = False  # by a caller: no step begins until `wake`
         self._clock, self._speed = clock, speed
         self._waiting: deque[Generation] = deque()
         self._running: list[tuple[int, int, Generation]] = []  # heap of (last step, order, generation)
-        self._order = self._step = self._context = 0
+        self._order = self._context = 0
+        self._spent = 0.0  # seconds in steps that have ended
         self._span: _Span | None = None
         self._number = 0  # of spans; an end of an earlier span is out of date
         self._kicked = False
@@ -131,7 +124,7 @@ class StepEngine:
     @property
     def seconds(self) -> float:
         """The seconds in steps so far."""
-        return self.counts.seconds + (self._clock.now - self._span.begin if self._span else 0.0)
+        return self._spent + (self._clock.now - self._span.begin if self._span else 0.0)
 
     def add(self, generation: Generation) -> None:
         """Queue a generation. It enters at the next end of a step."""
@@ -170,7 +163,7 @@ class StepEngine:
         self._stopped, self._still = None, False
         again = [generation for _, _, generation in sorted(self._running, key=lambda entry: entry[1])]
         for generation in again:
-            done = self._step + generation.left - generation.last_step
+            done = self.steps + generation.left - generation.last_step
             generation.context += done
             generation.left -= done
         lost = sum(turn.context for turn in again) + sum(turn.context - turn.fresh for turn in self._waiting)
@@ -187,7 +180,7 @@ class StepEngine:
         if self._span is not None or self._still or self.blocked or not (self._waiting or self._running):
             return
         prefill = self._enter()
-        steps = 1 if prefill or not self._running else self._running[0][0] - self._step
+        steps = 1 if prefill or not self._running else self._running[0][0] - self.steps
         self._span = _Span(self._clock.now, steps, len(self._running), self._context, prefill)
         self._schedule()
 
@@ -203,7 +196,7 @@ class StepEngine:
                 break
             self._waiting.popleft()
             turn.begun()
-            turn.last_step = self._step + turn.left
+            turn.last_step = self.steps + turn.left
             self._order += 1
             heapq.heappush(self._running, (turn.last_step, self._order, turn))
             self._context += turn.context
@@ -233,10 +226,11 @@ class StepEngine:
         if span is None or number != self._number:
             return
         self._span = None
-        self._count(span)
-        self._step += span.steps
+        self.steps += span.steps
+        self.generated += span.steps * span.running
+        self._spent += self._speed.elapsed(span.steps, span.running, span.context, span.prefill)
         self._context += span.steps * len(self._running)
-        while self._running and self._running[0][0] <= self._step:
+        while self._running and self._running[0][0] <= self.steps:
             _, _, done = heapq.heappop(self._running)
             self._context -= done.context + done.left
             done.finished()
@@ -244,12 +238,6 @@ class StepEngine:
             self.wake()
         elif not self._still:  # otherwise one of the calls above has stopped the engine
             self._stand_still()
-
-    def _count(self, span: _Span) -> None:
-        counts = self.counts
-        counts.steps += span.steps
-        counts.generated += span.steps * span.running
-        counts.seconds += self._speed.elapsed(span.steps, span.running, span.context, span.prefill)
 
     def _stand_still(self) -> None:
         assert self._stopped is not None

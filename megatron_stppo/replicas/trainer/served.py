@@ -100,9 +100,9 @@ class Served:
         started = time.perf_counter()
         self._sender.join()
         self._meter.waited += time.perf_counter() - started
-        self._until(lambda hub: hub.is_spread())
+        self._until(Hub.is_spread)
         if self.learner.config.serving.update == "complete":
-            self._until(lambda hub: hub.settled())
+            self._until(Hub.settled)
         packed = self._sender.pack()
         if self._hub is not None:
             self._hub.announce(version, apart=packed is not None)
@@ -114,7 +114,7 @@ class Served:
     def draw(self, iteration: int) -> Played:
         if self._hub is not None:
             self._hub.admit(iteration)
-        played = Played.of(self._until(lambda hub: hub.batch()) or [])
+        played = Played.of(self._until(Hub.batch) or [])
         config = self.learner.config
         if config.rollout.resample:
             dropped = encode(self._hub.ledger.dropped) if self._hub is not None else None
