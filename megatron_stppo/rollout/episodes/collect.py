@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,6 +46,10 @@ log = logging.getLogger(__name__)
 ALONE = 60.0
 ROUND = 0.5  # seconds after which ranks that wait for environments look whether they must abandon them
 LOOK = 0.02  # the same, of ranks that wait for other ranks
+# Errors that ranks exchange, by their names.
+KINDS: Mapping[str, type[Exception]] = {
+    kind.__name__: kind for kind in (Abandoned, ConfigError, EngineFailure, RolloutError, ToolsStayAway)
+}
 Progress = Callable[[int, int], None]  # (episodes ended, all episodes); called on the group's first rank
 
 
@@ -204,37 +208,35 @@ def wait_for_all(stop: Callable[[], str]) -> None:
 class _Report:
     """Why a rank's rollout failed; sent to all other ranks."""
 
-    trouble: str
+    kind: str  # of KINDS, or "" for another error
+    text: str
+    trouble: str  # the text with the type of the error
     place: str = ""  # EngineFailure.place
-    misuse: str = ""  # the message of a ConfigError
-    away: str = ""  # why the rollout stopped waiting for tools
-    abandoned: str = ""  # why the run must leave
 
 
 def _report(trouble: BaseException | None) -> _Report | None:
     if trouble is None:
         return None
-    return _Report(
-        trouble=f"{type(trouble).__name__}: {trouble}",
-        place=trouble.place if isinstance(trouble, EngineFailure) else "",
-        misuse=str(trouble) if isinstance(trouble, ConfigError) else "",
-        away=str(trouble) if isinstance(trouble, ToolsStayAway) else "",
-        abandoned=str(trouble) if isinstance(trouble, Abandoned) else "",
-    )
+    place = trouble.place if isinstance(trouble, EngineFailure) else ""
+    return _Report(_kind(trouble), str(trouble), f"{type(trouble).__name__}: {trouble}", place)
+
+
+def _kind(error: BaseException) -> str:
+    return next((name for name, kind in KINDS.items() if isinstance(error, kind)), "")
 
 
 def _combined(trouble: BaseException | None, reports: dict[int, _Report]) -> BaseException:
     """Return the exception for this rank, whose own one is `trouble`, from the reports of all that failed."""
-    failed = list(reports.values())
-    if misuse := next((report.misuse for report in failed if report.misuse), ""):
-        return ConfigError(misuse)
-    if abandoned := next((report.abandoned for report in failed if report.abandoned), ""):
-        if all(report.abandoned or report.away or report.place for report in failed):
-            return Abandoned(abandoned)  # the run leaves anyway, with a checkpoint
-    if all(report.away for report in failed):
-        return ToolsStayAway(failed[0].away)
+    kinds = {report.kind for report in reports.values()}
+    text = {report.kind: report.text for report in reversed(reports.values())}  # of the first rank of a kind
+    if "ConfigError" in kinds:
+        return ConfigError(text["ConfigError"])
+    if "Abandoned" in kinds and kinds <= {"Abandoned", "ToolsStayAway", "EngineFailure"}:
+        return Abandoned(text["Abandoned"])  # the run leaves anyway, with a checkpoint
+    if kinds == {"ToolsStayAway"}:
+        return ToolsStayAway(text["ToolsStayAway"])
     said = by_rank({rank: report.trouble for rank, report in reports.items()})
-    if all(report.place for report in failed):
+    if kinds == {"EngineFailure"}:
         places = by_rank({rank: report.place for rank, report in reports.items()})
         return EngineFailure(f"rollout failed on {said}", places)
     if trouble is not None and not isinstance(trouble, EngineFailure | ToolsStayAway):
@@ -277,10 +279,8 @@ class _News:
     """What the first rank of an engine group broadcasts between two engine steps."""
 
     answers: tuple[Answer, ...] = ()
-    trouble: str = ""
-    away: str = ""  # why the rollout stopped waiting for tools
-    abandoned: str = ""  # why the run must leave
     waits: bool = False  # the answers are not there yet
+    end: tuple[str, str] = ("", "")  # why the rollout ends: of KINDS, and its text
 
 
 def answers_of(
@@ -294,19 +294,18 @@ def answers_of(
     host: on the first rank of the group, elsewhere None. stop: see `collect`. All ranks raise what
     EnvironmentHost.take raises, and Abandoned.
     """
-    while True:
+    news = _News(waits=True)
+    while news.waits:
         # also called on the other ranks, which have handled their signals since the last broadcast
-        why = stop() if stop else ""
-        news = _News(abandoned=why) if why else _News() if host is None else _take(host, wait_for, bool(stop))
+        if why := stop() if stop else "":
+            news = _News(end=("Abandoned", why))
+        else:
+            news = _News() if host is None else _take(host, wait_for, bool(stop))
         news = broadcast_record(news, _News, 0, group)
-        if news.trouble:
-            raise RolloutError(news.trouble)
-        if news.away:
-            raise ToolsStayAway(news.away)
-        if news.abandoned:
-            raise Abandoned(news.abandoned)
-        if not news.waits:
-            return news.answers
+    kind, text = news.end
+    if kind:
+        raise KINDS[kind](text)
+    return news.answers
 
 
 def _take(host: EnvironmentHost, wait_for: int, in_rounds: bool) -> _News:
@@ -315,7 +314,5 @@ def _take(host: EnvironmentHost, wait_for: int, in_rounds: bool) -> _News:
         if in_rounds and not host.wait(wait_for, ROUND):
             return _News(waits=True)
         return _News(tuple(host.take(wait_for)))
-    except RolloutError as error:
-        return _News(trouble=str(error))
-    except ToolsStayAway as error:
-        return _News(away=str(error))
+    except (RolloutError, ToolsStayAway) as error:
+        return _News(end=(_kind(error), str(error)))
