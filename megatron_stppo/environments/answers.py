@@ -36,8 +36,8 @@ def exact_match(answer: str | None, targets: Iterable[str]) -> bool:
     """
     if answer is None or len(answer) > MAX_ANSWER:
         return False
-    given = normalise(answer)
-    return given != "" and any(given == normalise(target) for target in targets)
+    plain = normalise(answer)
+    return plain != "" and any(plain == normalise(target) for target in targets)
 
 
 def inside_last(text: str, tag: str) -> str | None:

@@ -48,18 +48,18 @@ class BfclEnvironment:
 
         Raises ConfigError for a row that WRITER has not written.
         """
-        given = task.extra.get(KIND)
-        if not isinstance(given, dict) or not {"classes", "state", "turns"} <= given.keys():
+        scenario = task.extra.get(KIND)
+        if not isinstance(scenario, dict) or not {"classes", "state", "turns"} <= scenario.keys():
             raise ConfigError(
                 f"{task.data_source} row {task.index}: extra_info.{KIND} is missing; write the data with "
                 f"{WRITER}"
             )
-        classes, long_context = given["classes"], given["long_context"]
-        self._played = Simulation(self._apis, classes, given["state"], long_context)
-        self._truth = Simulation(self._apis, classes, given["state"], long_context)
-        self._turns: list[dict[str, Any]] = given["turns"]
+        classes, long_context = scenario["classes"], scenario["long_context"]
+        self._played = Simulation(self._apis, classes, scenario["state"], long_context)
+        self._truth = Simulation(self._apis, classes, scenario["state"], long_context)
+        self._turns: list[dict[str, Any]] = scenario["turns"]
         self._functions = {name for each in classes for name in self._apis.functions[each]}
-        self._functions -= set(given["hidden"])
+        self._functions -= set(scenario["hidden"])
         self._results = Counter[str]()  # of the whole episode
         self._turn = self._replies = self._calls = self._steps = self._passed = 0
         return list(task.prompt)

@@ -109,10 +109,10 @@ def load() -> SimulatedApis:
     return SimulatedApis(classes, functions, importlib.import_module("mpmath").mp)
 
 
-def _schema(given: Mapping[str, Any]) -> dict[str, Any]:
+def _schema(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a function's description without the form of its result, with JSON's names of types."""
-    described = {key: given[key] for key in ("name", "description")}
-    return described | {"parameters": _typed(given["parameters"])}
+    described = {key: document[key] for key in ("name", "description")}
+    return described | {"parameters": _typed(document["parameters"])}
 
 
 def _typed(schema: Any) -> Any:
@@ -142,11 +142,11 @@ def read_calls(action: str) -> list[ToolCall | str]:
 
 
 def _call(body: str) -> ToolCall:
-    given = json.loads(body)
-    arguments = given.get("arguments", {}) if isinstance(given, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(given.get("name"), str):
+    call = json.loads(body)
+    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
+    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         raise CallRefused('write {"name": .., "arguments": {..}}')
-    return ToolCall(given["name"], arguments)
+    return ToolCall(call["name"], arguments)
 
 
 class Simulation:

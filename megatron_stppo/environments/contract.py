@@ -63,14 +63,14 @@ def stop_strings(environment: AnyEnvironment) -> tuple[str, ...]:
 
     Raises WrongValue unless they are non-empty strings in a tuple or list.
     """
-    name, given = type(environment).__name__, getattr(environment, "stop_strings", None)
+    name, stops = type(environment).__name__, getattr(environment, "stop_strings", None)
     remedy = 'give a tuple, such as ("</answer>",), or ()'
-    if not isinstance(given, tuple | list):  # with a plain string, each of its characters would end a turn
-        raise _wrong(name, "stop_strings", given, remedy)
-    for stop in given:
+    if not isinstance(stops, tuple | list):  # with a plain string, each of its characters would end a turn
+        raise _wrong(name, "stop_strings", stops, remedy)
+    for stop in stops:
         if not isinstance(stop, str) or not stop:
             raise _wrong(name, "stop_strings holds", stop, "give non-empty strings")
-    return tuple(_text(name, "a stop string", stop) for stop in given)
+    return tuple(_text(name, "a stop string", stop) for stop in stops)
 
 
 async def step(environment: AnyEnvironment, action: str | Completion) -> StepResult:
@@ -81,10 +81,10 @@ async def step(environment: AnyEnvironment, action: str | Completion) -> StepRes
     A metric that is not usable is None.
     """
     takes_all = isinstance(environment, CompletionEnvironment)
-    given = action.text if isinstance(action, Completion) and not takes_all else action
+    passed = action.text if isinstance(action, Completion) and not takes_all else action
     name = "complete" if takes_all else "step"
     where = f"{type(environment).__name__}.{name}()"
-    result = await _awaitable(environment, name, given)
+    result = await _awaitable(environment, name, passed)
     if not isinstance(result, StepResult):
         raise _wrong(where, "returned", result, "return an environments.base.StepResult")
     if result.request is not None and not (takes_all and isinstance(result.request, Request)):
@@ -117,13 +117,13 @@ def metrics(where: str, given: object, most: int = MAX_METRICS) -> dict[str, flo
     """
     if not isinstance(given, Mapping) or len(given) > most:
         raise _wrong(where, "returned metrics", given, f"give at most {MAX_METRICS} numbers by name")
-    found: dict[str, float | None] = {}
+    usable: dict[str, float | None] = {}
     for name, value in given.items():
         if isinstance(name, str) and METRIC.fullmatch(name):
-            found[_exactly(name)] = number if math.isfinite(number := _float(value)) else None
+            usable[_exactly(name)] = number if math.isfinite(number := _float(value)) else None
         else:
-            found.setdefault(re.sub("[^A-Za-z0-9_./-]", "_", f"{name}"[:64]) or "_", None)
-    return found
+            usable.setdefault(re.sub("[^A-Za-z0-9_./-]", "_", f"{name}"[:64]) or "_", None)
+    return usable
 
 
 def scored(where: str, given: object) -> tuple[float, dict[str, float | None]]:

@@ -97,14 +97,14 @@ class ReasoningGymEnvironment:
 
     async def reset(self, task: Task, seed: int) -> list[Message]:
         """Return the task's prompt. Raises ConfigError for a row that task_rows has not written."""
-        given = task.extra.get(KIND)
-        if not isinstance(given, dict) or not {"dataset", "metadata"} <= given.keys():
+        row = task.extra.get(KIND)
+        if not isinstance(row, dict) or not {"dataset", "metadata"} <= row.keys():
             raise ConfigError(
                 f"{task.data_source} row {task.index}: extra_info.{KIND} is missing; write the data with "
                 f"{WRITER}"
             )
-        self._score = self._scorer(str(given["dataset"]))
-        self._entry = {"answer": task.targets[0], "metadata": given["metadata"]}
+        self._score = self._scorer(str(row["dataset"]))
+        self._entry = {"answer": task.targets[0], "metadata": row["metadata"]}
         self._turns = 0
         return list(task.prompt)
 

@@ -150,7 +150,7 @@ class BM25Retriever:
         tokens = words(query[:MAX_QUERY])
         if not any(token in self._index.vocab_dict for token in tokens):
             return []
-        found, scores = self._index.retrieve(
+        rows, scores = self._index.retrieve(
             [tokens],
             k=min(topk, self._documents),
             show_progress=False,
@@ -159,7 +159,7 @@ class BM25Retriever:
         )
         return [
             Document.parse(row["id"], row["contents"], float(score))
-            for row, score in zip(found[0], scores[0], strict=True)
+            for row, score in zip(rows[0], scores[0], strict=True)
             if score > 0
         ]
 
@@ -274,8 +274,8 @@ def read_result(raw: bytes) -> list[Document]:
     RetrievalError for any other format.
     """
     try:
-        found: Sequence[Any] = json.loads(raw)["result"][0]
-        return [_document(entry) for entry in found]
+        entries: Sequence[Any] = json.loads(raw)["result"][0]
+        return [_document(entry) for entry in entries]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise RetrievalError('answer is not {"result": [[{"document": {"id", "contents"}}]]}') from None
 

@@ -44,10 +44,10 @@ def create_app(index: Path, token: str | None = None) -> FastAPI:
     async def retrieve(request: Request) -> dict[str, Any]:
         _authorise(request, token)
         asked = _parse(await _body(request))
-        found = await run_in_threadpool(
+        rows = await run_in_threadpool(
             lambda: [retriever.lookup(query, asked.topk) for query in asked.queries]
         )
-        return {"result": [[_entry(document, asked.return_scores) for document in row] for row in found]}
+        return {"result": [[_entry(document, asked.return_scores) for document in row] for row in rows]}
 
     return app
 
@@ -74,8 +74,8 @@ def serve(index: Path, host: str, port: int, token: str | None, announce: Callab
 
 
 def _authorise(request: Request, token: str | None) -> None:
-    given = request.headers.get("authorization", "")
-    if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+    header = request.headers.get("authorization", "")
+    if token and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()):
         raise HTTPException(401, "missing or wrong bearer token")
 
 

@@ -60,8 +60,8 @@ class Rewarded:
                 return replace(result, reward=0.0)
             self._last = result
         assert self._task is not None, "step before reset"
-        given = self._function(self._task, list(self._turns), self._last)
-        reward, metrics = contract.scored(self._where, await given if inspect.isawaitable(given) else given)
+        value = self._function(self._task, list(self._turns), self._last)
+        reward, metrics = contract.scored(self._where, await value if inspect.isawaitable(value) else value)
         return replace(self._last, reward=reward, metrics={**self._last.metrics, **metrics})
 
     async def close(self) -> None:

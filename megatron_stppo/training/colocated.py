@@ -188,12 +188,10 @@ class Worker:
         mine = everything[first:last]
         played = collect(
             engine,
-            engine.tokenizer,
             [task for task, _ in mine],
             self.make_environment,
             settings,
             seed,
-            engine.group,
             progress,
             first_index=first_group * samples + first,
             groups=[group for _, group in mine],

@@ -24,6 +24,7 @@ from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.data import tasks
 from megatron_stppo.environments import bfcl, bfcl_tools, choose
 from megatron_stppo.environments.base import StepResult
+from tests.environments.playing import played
 from tests.training.loop import small_run
 
 pytest.importorskip("bfcl_eval", reason="needs megatron-stppo[bfcl]")
@@ -75,20 +76,7 @@ def script(turns: Sequence[Sequence[Row]]) -> list[str]:
 
 
 def play(row: Row, replies: Sequence[str], section: EnvironmentConfig = SECTION) -> list[StepResult]:
-    """Play an episode until it is done or the replies are used up."""
-
-    async def episode() -> list[StepResult]:
-        environment = choose.factory(section)()
-        await environment.reset(task(row), seed=0)
-        results = list[StepResult]()
-        for text in replies:
-            results.append(await environment.step(text))
-            if results[-1].done:
-                break
-        await environment.close()
-        return results
-
-    return asyncio.run(episode())
+    return played(choose.factory(section)(), task(row), *replies)
 
 
 def observed(row: Row, *calls: Row) -> list[str]:

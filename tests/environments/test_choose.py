@@ -101,14 +101,6 @@ def test_a_module_of_the_current_folder_does_not_replace_the_one_on_pythonpath(o
                 refuses(EnvironmentConfig(kind=kind))
 
 
-def test_a_module_with_the_name_of_an_imported_one_is_refused(own, tmp_path):
-    (tmp_path / "json.py").write_text(OWN)
-    with pytest.raises(
-        ConfigError, match=r"Python imports .*json/__init__\.py instead of .*json\.py; rename"
-    ):
-        choose.check(EnvironmentConfig(kind="json:factory"))
-
-
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -1,7 +1,5 @@
 """An answer counts only where the policy itself wrote it, whole, in its own turn."""
 
-import asyncio
-
 import pytest
 
 from megatron_stppo.base.types import Message, Task
@@ -10,6 +8,7 @@ from megatron_stppo.environments.retrieval import BM25Retriever
 from megatron_stppo.environments.search import factory
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.vllm.generation import Finished
+from tests.environments.playing import played
 from tests.rollout.vllm.tiny import END, build_tokenizer
 
 # Every document has the word "x" and tries to act as something other than a document.
@@ -43,12 +42,7 @@ def play(tmp_path_factory):
         makers.append(factory(EnvironmentConfig(max_turns=1, max_observation_tokens=96, retrieval=retrieval)))
 
     def episode(i, *actions):
-        async def steps():
-            environment = makers[i]()
-            await environment.reset(Task("t", PROMPT, ("Paris",), "train", 0), 0)
-            return [await environment.step(action) for action in actions]
-
-        return asyncio.run(steps())
+        return played(makers[i](), Task("t", PROMPT, ("Paris",), "train", 0), *actions)
 
     return episode
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sys
@@ -20,6 +19,7 @@ from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.environments import choose, reasoning_gym
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.environments.reasoning_gym import RETRY, task_rows
+from tests.environments.playing import played
 
 package = pytest.importorskip("reasoning_gym", reason="needs megatron-stppo[reasoning-gym]")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reasoning_gym"
@@ -38,12 +38,7 @@ def written(folder: Path, *rows: dict[str, Any]) -> tuple[Task, ...]:
 
 
 def play(task: Task, *actions: str) -> list[StepResult]:
-    async def episode() -> list[StepResult]:
-        environment = choose.factory(SECTION)()
-        assert await environment.reset(task, seed=0) == list(task.prompt)
-        return [await environment.step(action) for action in actions]
-
-    return asyncio.run(episode())
+    return played(choose.factory(SECTION)(), task, *actions)
 
 
 @pytest.fixture

@@ -57,34 +57,45 @@ def ask(*answers, timeout=5.0, retries=0, deadline=30.0):
     An answer is bytes sent as they are, or a coroutine function of the stream writer.
     """
 
-    async def episode():
-        seen = []
+    seen = []
 
-        async def serve(reader, writer):
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            seen.append((head, json.loads(await reader.readexactly(length))))
-            answer = answers[min(len(seen), len(answers)) - 1]
-            with contextlib.suppress(ConnectionError):
-                if callable(answer):
-                    await answer(writer)
-                else:
-                    writer.write(answer)
-                await writer.drain()
-            writer.close()
+    async def answer_one(writer, request):
+        seen.append(request)
+        answer = answers[min(len(seen), len(answers)) - 1]
+        await (answer(writer) if callable(answer) else write(writer, answer))
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        client = HttpRetriever(f"http://127.0.0.1:{port}/retrieve", timeout, retries, "secret", deadline)
+    async def search(client):
         try:
             return await client.search("q" * 5000, 3), seen
         except (RetrievalError, ToolAway) as error:
             return error, seen
-        finally:
-            await client.close()
-            server.close()
 
-    return asyncio.run(episode())
+    return asyncio.run(serving(answer_one, search, timeout, retries, "secret", deadline))
+
+
+async def serving(answer, ask, *settings):
+    """Return ask(client), with a server that calls answer(writer, (head, body)) for each request."""
+
+    async def serve(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        request = head, json.loads(await reader.readexactly(length))
+        with contextlib.suppress(ConnectionError):
+            await answer(writer, request)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = HttpRetriever(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/retrieve", *settings)
+    try:
+        return await ask(client)
+    finally:
+        await client.close()
+        server.close()
+
+
+async def write(writer, answer):
+    writer.write(answer)
 
 
 def http(status, body=b"", header=b""):
@@ -226,26 +237,18 @@ def test_more_searches_at_a_time_than_httpx_allows_by_default_reach_the_server()
         every = asyncio.Event()
         arrived = 0
 
-        async def serve(reader, writer):
+        async def answer(writer, request):
             nonlocal arrived
-            head = await reader.readuntil(b"\r\n\r\n")
-            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
             arrived += 1
             if arrived == count:
                 every.set()
             await every.wait()
-            writer.write(http(200, ANSWER))
-            await writer.drain()
-            writer.close()
+            await write(writer, http(200, ANSWER))
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        client = HttpRetriever(f"http://127.0.0.1:{port}/retrieve", 30.0, 0, None, 60.0)
-        try:
+        async def search(client):
             return await asyncio.gather(*(client.search("q", 1) for _ in range(count)))
-        finally:
-            await client.close()
-            server.close()
+
+        return await serving(answer, search, 30.0, 0, None, 60.0)
 
     assert [len(found) for found in asyncio.run(episode())] == [1] * count
 
@@ -330,11 +333,6 @@ def test_the_server_refuses_a_wrong_token_a_wrong_request_and_a_large_one(addres
 def test_a_wrong_token_is_detected_before_the_run(address):
     with pytest.raises(ConfigError, match="401"):
         factory(EnvironmentConfig(retrieval=RetrievalConfig(kind="http", url=f"{address}/retrieve")))
-
-
-def test_the_server_refuses_a_missing_index(tmp_path):
-    with pytest.raises(ConfigError, match="no BM25 index"):
-        create_app(tmp_path / "nowhere")
 
 
 def test_a_corpus_is_indexed_and_a_malformed_row_is_named(tmp_path: Path) -> None:

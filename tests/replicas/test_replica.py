@@ -51,7 +51,7 @@ def serve(model: Path, run: Path) -> dict[str, Any]:
 
     def collected() -> list[Trajectory]:
         settings = rollout_settings(waiting)
-        return collect(engine, engine.tokenizer, TASKS, Game, settings, SEED, engine.group)
+        return collect(engine, TASKS, Game, settings, SEED)
 
     seen["together"] = once(engine, waiting, run, "together", Game, then=collected)
     with paced(engine):

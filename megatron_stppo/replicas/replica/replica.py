@@ -21,7 +21,7 @@ from megatron_stppo.replicas.wire.measure import Activity
 from megatron_stppo.replicas.wire.messages import Assignment, Give, Moved, Receive, ReplicaEnds, Route
 from megatron_stppo.replicas.wire.weights import Link, LinkLost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
-from megatron_stppo.rollout.episodes.play import InProgress, OneVersion, Player
+from megatron_stppo.rollout.episodes.play import OneVersion, Player
 from megatron_stppo.weights.reshard.verify import ReshardError
 
 if TYPE_CHECKING:
@@ -187,18 +187,17 @@ class Replica:
         if self._first:
             self._first.version = version
 
-    def _begun(self, assignment: Assignment) -> InProgress:
+    def _begun(self, assignment: Assignment) -> Episode:
         a, engine = assignment, self._engine
-        episode = Episode(a.task, a.group, self._limits, engine.tokenizer, engine.end_ids)
-        record = unpack_record(a.record)
-        return InProgress(a.number, episode, a.seed, a.place, a.temperature, a.top_p, record)
+        played = a.number, a.seed, a.place, a.temperature, a.top_p, unpack_record(a.record)
+        return Episode(a.task, a.group, self._limits, engine.tokenizer, engine.end_ids, *played)
 
-    def _report(self, ended: Sequence[InProgress]) -> None:
+    def _report(self, ended: Sequence[Episode]) -> None:
         """Send the trajectories of episodes that have ended."""
         self._activity.played(self._player.tokens, len(ended))
         if self._first:
-            for playing in ended:
-                self._first.send(Done(playing.index, playing.episode.trajectory()))
+            for episode in ended:
+                self._first.send(Done(episode.index, episode.trajectory()))
 
 
 @contextmanager

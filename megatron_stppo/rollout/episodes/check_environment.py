@@ -88,10 +88,10 @@ def rewards(section: EnvironmentConfig, episodes: Sequence[tuple[Task, str]]) ->
     def play(player: _Player) -> None:
         for task, action in episodes:
             played = player.play(task, itertools.repeat(action))
-            results = [one for one in played or () if isinstance(one, StepResult)]
-            reward = math.fsum(one.reward for one in results)
+            results = [result for result in played or () if isinstance(result, StepResult)]
+            reward = math.fsum(result.reward for result in results)
             player.found.rewards.append(reward if played is not None else math.nan)
-            player.found.solved.append(any(one.outcome == "ok" for one in results))
+            player.found.solved.append(any(result.outcome == "ok" for result in results))
 
     return _found(section, play)
 
@@ -283,11 +283,11 @@ class _Shown:
 
     def _turns(self, player: _Player) -> Iterator[str]:
         while self._left and not self._over():
-            given = self._left.pop(0)
-            text = _until_stop(given, player.stops)
+            written = self._left.pop(0)
+            text = _until_stop(written, player.stops)
             if self._read is not None:
                 text = _add_turn(self._read, text, player.stops)
-            self._show(f"turn: {text!r}{f', cut from {given!r}' if text != given else ''}")
+            self._show(f"turn: {text!r}{f', cut from {written!r}' if text != written else ''}")
             if not self._over():
                 yield text
 

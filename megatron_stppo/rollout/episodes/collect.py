@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from megatron_stppo.parallel.collectives import (
 )
 from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
-from megatron_stppo.rollout.episodes.play import InProgress, Player
+from megatron_stppo.rollout.episodes.play import Player
 from megatron_stppo.rollout.episodes.tool_wait import BEGINS, LONGEST, ToolWait, gave_up
 from megatron_stppo.rollout.vllm.generation import EngineFailure, RolloutError
 
@@ -71,12 +71,10 @@ class RolloutSettings:
 
 def collect(
     engine: Engine,
-    tokenizer: Any,
     tasks: Sequence[Task],
     make_environment: Callable[[], AnyEnvironment],
     settings: RolloutSettings,
     seed: int,
-    group: dist.ProcessGroup | None = None,
     progress: Progress | None = None,
     *,
     first_index: int = 0,
@@ -98,14 +96,16 @@ def collect(
     Raises RolloutError on a rank that failed alone while the others of its engine wait for it, and only
     there: the process has to end, so that the launcher ends the others.
     """
-    assert tokenizer.chat_template is not None, "validation/model_folder.py requires one"
+    assert engine.tokenizer.chat_template is not None, "validation/model_folder.py requires one"
     numbers = range(first_index, first_index + len(tasks))
     started = [
-        InProgress(
+        Episode(
+            task,
+            number if groups is None else groups[index],
+            settings.limits,
+            engine.tokenizer,
+            engine.end_ids,
             index,
-            Episode(
-                task, number if groups is None else groups[index], settings.limits, tokenizer, engine.end_ids
-            ),
             seed,
             number,
             settings.temperature,
@@ -116,18 +116,18 @@ def collect(
     trouble: Exception | None = None
     try:
         try:
-            _play(engine, started, make_environment, settings, group, progress, stop)
+            _play(engine, started, make_environment, settings, progress, stop)
         finally:
             engine.abort_all()
     except Exception as error:  # raised again below, after all replicas have exchanged their reports
         if not isinstance(error, Ending):  # its message is complete
             log.error("rollout failed", exc_info=True)  # logged now, because the exchange may never complete
         trouble = error
-    meet(trouble, group, settings.deadline + ALONE)
+    meet(trouble, engine.group, settings.deadline + ALONE)
     if stop is not None:
         wait_for_all(stop)
     raise_together(_report(trouble), partial(_combined, trouble), _Report, cause=trouble)
-    return [one.episode.trajectory() for one in started]
+    return [episode.trajectory() for episode in started]
 
 
 def open_together(
@@ -246,16 +246,15 @@ def _combined(trouble: BaseException | None, reports: dict[int, _Report]) -> Bas
 
 def _play(
     engine: Engine,
-    episodes: Sequence[InProgress],
+    episodes: Sequence[Episode],
     make_environment: Callable[[], AnyEnvironment],
     settings: RolloutSettings,
-    group: dist.ProcessGroup | None,
     progress: Progress | None,
     stop: Callable[[], str] | None,
 ) -> None:
     """Play the episodes to their ends, with environments on the first rank of the group."""
     host: EnvironmentHost | None = None
-    if dist.get_rank(group) == 0:
+    if dist.get_rank(engine.group) == 0:
         tools = ToolWait(settings.tool_wait, f"rank {rank}: " if (rank := dist.get_rank()) else "")
         host = EnvironmentHost(
             make_environment, concurrency=settings.concurrency, deadline=settings.deadline, tools=tools
@@ -266,7 +265,7 @@ def _play(
         while player.asked or player.runs:
             # an engine without requests waits for at least one answer
             wait_for = int(not player.runs) if settings.overlap_tools else len(player.asked)
-            heard = answers_of(host, wait_for, group, stop) if player.asked or stop else ()
+            heard = answers_of(host, wait_for, engine.group, stop) if player.asked or stop else ()
             gone = player.apply(heard)
             for _ in gone + player.step():
                 ended += 1

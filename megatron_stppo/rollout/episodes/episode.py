@@ -122,7 +122,7 @@ class History:
 
 @dataclass
 class Episode:
-    """One episode.
+    """One episode, and how a Player samples its turns.
 
     Example: start(messages), add_turn(finished), answer(result), .. until `outcome` is set.
     """
@@ -132,6 +132,12 @@ class Episode:
     limits: Limits
     tokenizer: Any
     ends: Collection[int] = ()  # ids of end-of-text tokens
+    index: int = 0  # unique among the episodes in progress; names its requests and its environment
+    seed: int = 0  # of the rollout
+    place: int = 0  # number of the episode within the rollout
+    temperature: float = 1.0
+    top_p: float = 1.0
+    earlier: Record = ()  # of an earlier attempt, which is continued
     messages: list[dict[str, Any]] = field(default_factory=list)  # the prompt's, and those that began since
     stop_strings: tuple[str, ...] = ()
     histories: list[History] = field(default_factory=lambda: [History()])

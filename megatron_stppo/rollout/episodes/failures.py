@@ -62,10 +62,12 @@ class FailureLimit:
             raise
 
     def _check(self, played: Sequence[Summary]) -> None:
-        given = [t for t in played if t.branch == 0]  # an episode counts once
-        played = [t for t in given if not t.overlong_prompt]
-        if given and not played:
-            raise TooManyFailures(f"all {len(given)} prompts are too long; the first: {_reason(given[0])}")
+        episodes = [t for t in played if t.branch == 0]  # an episode counts once
+        played = [t for t in episodes if not t.overlong_prompt]
+        if episodes and not played:
+            raise TooManyFailures(
+                f"all {len(episodes)} prompts are too long; the first: {_reason(episodes[0])}"
+            )
         failed = [t for t in played if t.outcome in FAILED]
         if len(failed) > self._rate * len(played):
             self._end(len(failed), len(played), "episodes failed", failed)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from megatron_stppo.config import ConfigError
@@ -26,34 +25,18 @@ if TYPE_CHECKING:
 OneVersion = Literal["turn", "episode", ""]
 
 
-@dataclass(frozen=True)
-class InProgress:
-    """An episode in progress, and how its turns are sampled.
-
-    Example: InProgress(70, episode, 1000003, 6, 1.0, 1.0). Its first turn has the seed
-    request_seed(1000003, 6, 1).
-    """
-
-    index: int  # unique among the episodes in progress; names its requests and its environment
-    episode: Episode
-    seed: int  # of the rollout
-    place: int  # number of the episode within the rollout
-    temperature: float
-    top_p: float
-    record: Record = ()  # of an earlier attempt, which is continued
-
-
 class Player:
     """Plays episodes on one rank of an engine.
 
-    Example: begin(episodes), then apply(answers) and step() in turn while episodes are in progress.
+    Example: begin(episodes), then apply(answers) and step() in turn while episodes are in progress. The first
+    turn of an episode with seed=1000003 and place=6 has the seed request_seed(1000003, 6, 1).
     """
 
     def __init__(self, engine: Engine, host: EnvironmentHost | None, one_version: OneVersion = "") -> None:
         """host: runs the environments; on the first rank of the engine's group, elsewhere None. one_version:
         what must not have tokens of several versions, and does not go on from a record of another one."""
         self._engine, self._host, self._one_version = engine, host, one_version
-        self.playing: dict[int, InProgress] = {}  # the episodes in progress by index; equal on all ranks
+        self.playing: dict[int, Episode] = {}  # the episodes in progress by index; equal on all ranks
         # the episodes whose environment was called and has not answered, in the order of the calls
         self.asked: dict[int, None] = {}
         self._held: list[int] | None = None  # while turns are held: the episodes whose next turn is due
@@ -71,7 +54,7 @@ class Player:
         """Whether turns are due that `hold` keeps from starting."""
         return bool(self._held)
 
-    def begin(self, episodes: Sequence[InProgress]) -> None:
+    def begin(self, episodes: Sequence[Episode]) -> None:
         """Begin episodes, in this order.
 
         If no episode is in progress, the engine's prefix cache is emptied first, so that the new ones do not
@@ -82,21 +65,21 @@ class Player:
         for new in episodes:
             assert new.index not in self.playing, f"episode {new.index} is already in progress"
             self.playing[new.index] = new
-            recall = Recall(new.record)
+            recall = Recall(new.earlier)
             if recall and (self._one_version != "episode" or recall.has_only(self._engine.published())):
                 self._recalls[new.index] = recall
             self.asked[new.index] = None
             if self._host:
-                self._host.reset(new.index, new.episode.task, request_seed(new.seed, new.place, 0))
+                self._host.reset(new.index, new.task, request_seed(new.seed, new.place, 0))
 
-    def apply(self, answers: Iterable[Answer]) -> list[InProgress]:
+    def apply(self, answers: Iterable[Answer]) -> list[Episode]:
         """Apply answers of environments: each ends its episode or starts the next turn.
 
         Return the episodes that ended. Raises ConfigError for an environment that is used wrongly.
         """
         return [ended for answer in answers if (ended := self._advance(answer))]
 
-    def step(self) -> list[InProgress]:
+    def step(self) -> list[Episode]:
         """Run an engine step if turns are being generated. Return the episodes that ended.
 
         Raises EngineFailure.
@@ -112,9 +95,9 @@ class Player:
         """Return what the episode has played so far; of an episode that repeats its record, the record."""
         if recall := self._recalls.get(index):
             return recall.record
-        return self.playing[index].episode.record(self._engine.recorded(str(index)))
+        return self.playing[index].record(self._engine.recorded(str(index)))
 
-    def hand_over(self, turns: Iterable[Finished]) -> list[InProgress]:
+    def hand_over(self, turns: Iterable[Finished]) -> list[Episode]:
         """Pass complete turns to their environments. Return the episodes that ended with their turn."""
         return [ended for finished in turns if (ended := self._pass_on(finished))]
 
@@ -129,12 +112,12 @@ class Player:
         for index in held:
             self._generate(index)
 
-    def _advance(self, answer: Answer) -> InProgress | None:
+    def _advance(self, answer: Answer) -> Episode | None:
         """Apply an answer. Return the episode if it has ended."""
         del self.asked[answer.index]
         if answer.misuse:
             raise ConfigError(answer.misuse)
-        episode = self.playing[answer.index].episode
+        episode = self.playing[answer.index]
         if answer.result is not None:
             episode.answer(answer.result)
         elif answer.request is not None:
@@ -149,10 +132,10 @@ class Player:
             self._held.append(answer.index)
         return None
 
-    def _pass_on(self, finished: Finished) -> InProgress | None:
+    def _pass_on(self, finished: Finished) -> Episode | None:
         """Pass a turn to its environment, unless it ended the episode. Return the episode if it has ended."""
         index = int(finished.request_id)
-        episode = self.playing[index].episode
+        episode = self.playing[index]
         episode.add_turn(finished)
         self.tokens += len(finished.token_ids)
         if episode.outcome is not None:
@@ -162,15 +145,14 @@ class Player:
             self._host.step(index, episode.completion(finished))
         return None
 
-    def _end(self, index: int) -> InProgress:
+    def _end(self, index: int) -> Episode:
         if self._host:
             self._host.close(index)
         self._recalls.pop(index, None)
         return self.playing.pop(index)
 
     def _generate(self, index: int) -> None:
-        playing = self.playing[index]
-        episode, begun = playing.episode, None
+        episode, begun = self.playing[index], None
         if index in self._recalls:
             begun = self._recalls[index].next(episode.context, episode.max_tokens)
             if begun is not None and begun.reason is not None:
@@ -188,10 +170,10 @@ class Player:
         self._engine.add(
             str(index),
             episode.context,
-            seed=request_seed(playing.seed, playing.place, turn),
+            seed=request_seed(episode.seed, episode.place, turn),
             max_tokens=episode.max_tokens,
-            temperature=playing.temperature,
-            top_p=playing.top_p,
+            temperature=episode.temperature,
+            top_p=episode.top_p,
             stop_strings=episode.stop_strings,
             begun=begun,
         )

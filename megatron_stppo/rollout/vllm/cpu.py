@@ -127,22 +127,22 @@ def _lora(
 class NamedCPUWorker(CPUWorker):
     """A worker with a shared-memory name of its engine's own, and without memory binding."""
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    def __init__(self, *arguments: Any, **named: Any) -> None:
         bind = torch.ops._C.init_cpu_memory_env
         setattr(torch.ops._C, "init_cpu_memory_env", lambda nodes: None)  # noqa: B010
         try:
-            super().__init__(*given, **named)
+            super().__init__(*arguments, **named)
         finally:
             setattr(torch.ops._C, "init_cpu_memory_env", bind)  # noqa: B010
-        self._given: Any = self.vllm_config.additional_config
+        self._passed: Any = self.vllm_config.additional_config
 
     def init_device(self) -> None:
         # vLLM uses the text after the last ":" as the name. The default process group already exists, so
         # nothing connects to this address.
-        self.distributed_init_method = f"env://:{self._given[TOKEN]}"
+        self.distributed_init_method = f"env://:{self._passed[TOKEN]}"
         super().init_device()
 
     def compile_or_warm_up_model(self) -> Any:
-        if self._given[ROUTES]:
+        if self._passed[ROUTES]:
             self.routes = EngineRoutes(self)
         return super().compile_or_warm_up_model()

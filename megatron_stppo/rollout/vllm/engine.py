@@ -23,7 +23,7 @@ import gc
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from megatron_stppo.rollout.vllm.engine_adapters import REQUEST, EngineAdapters
 from megatron_stppo.rollout.vllm.generation import EngineFailure, Finished, RecordedTurn, RolloutError
-from megatron_stppo.rollout.vllm.requests import Requests, given_id
+from megatron_stppo.rollout.vllm.requests import Requests, Sampling, given_id
 
 # vllm_setup sets the environment variables that vLLM reads while it is imported.
 from megatron_stppo.rollout.vllm.vllm_setup import (
@@ -59,7 +59,7 @@ class Engine:
 
     published: Callable[[], int]
 
-    def __init__(self, given: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         """Build this rank's shard. Collective over the default process group, which is made here if missing.
 
         With `routes`, the experts of every token are recorded (Finished.routes). With `adapters`,
@@ -67,25 +67,26 @@ class Engine:
         building the engine. Raises ConfigError as build_vllm does.
         """
         join_world()
-        self._given, config = given, load_config(given.model_path)
-        self.tokenizer = load_tokenizer(given.model_path, given.template_arguments)
-        self.max_context = given.max_context
+        self._settings, config = settings, load_config(settings.model_path)
+        self.tokenizer = load_tokenizer(settings.model_path, settings.template_arguments)
+        self.max_context = settings.max_context
         self.vocabulary = int(config.vocab_size)
-        self.replica, self.replicas = dist.get_rank() // given.tensor, dist.get_world_size() // given.tensor
+        self.replica = dist.get_rank() // settings.tensor
+        self.replicas = dist.get_world_size() // settings.tensor
         self.published = _never_published
-        self.end_ids = end_of_text_ids(given.model_path, config, self.tokenizer)
-        self._requests = Requests(self.tokenizer, self.end_ids, given.max_context, self.vocabulary)
+        self.end_ids = end_of_text_ids(settings.model_path, config, self.tokenizer)
+        self._requests = Requests(self.tokenizer, self.end_ids, settings.max_context, self.vocabulary)
         self._version: int | None = None
         self._start()
 
     def _start(self) -> None:
-        self._llm = build_vllm(self._given)
+        self._llm = build_vllm(self._settings)
         self._core: Any = self._llm.engine_core  # the client of an engine in this process
         worker = self._llm.model_executor.driver_worker.worker
-        self._routes = worker.routes if self._given.routes else None
+        self._routes = worker.routes if self._settings.routes else None
         if self._routes is not None:
             self._routes.follow(self._core)
-        served = self._given.adapters
+        served = self._settings.adapters
         self._adapters = EngineAdapters(worker, served) if served is not None else None
         self._asleep: set[Literal["weights", "kv_cache"]] = set()  # whose memory is released
         self._steps = 0  # of this rollout
@@ -165,15 +166,10 @@ class Engine:
         self,
         request_id: str,
         token_ids: Sequence[int],
-        *,
-        seed: int,
-        max_tokens: int,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        stop_strings: Sequence[str] = (),
         begun: RecordedTurn | None = None,
+        **sampling: Unpack[Sampling],
     ) -> None:
-        """Queue a generation that continues `token_ids`; temperature 0 is greedy.
+        """Queue a generation that continues `token_ids`.
 
         At most max_context - len(token_ids) tokens are generated. begun: the first tokens of the generation,
         fewer than max_tokens, which are not generated again. `request_id` may be used again after the
@@ -182,17 +178,8 @@ class Engine:
         are not synchronised.
         """
         self._synchronised()
-        request = self._requests.begin(
-            request_id,
-            token_ids,
-            seed=seed,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            stop_strings=stop_strings,
-            begun=begun,
-            lora=None if self._adapters is None else REQUEST,
-        )
+        lora = None if self._adapters is None else REQUEST
+        request = self._requests.begin(request_id, token_ids, begun, lora, **sampling)
         try:
             self._core.add_request(request)
         except BaseException:
@@ -225,9 +212,9 @@ class Engine:
         Ranks whose tokens differ form different batches sooner or later, and a collective of vLLM would never
         end. Raises EngineFailure on all of them.
         """
-        if self._given.tensor == 1:
+        if self._settings.tensor == 1:
             return
-        of_ranks = [torch.empty(1, dtype=torch.int64) for _ in range(self._given.tensor)]
+        of_ranks = [torch.empty(1, dtype=torch.int64) for _ in range(self._settings.tensor)]
         dist.all_gather(of_ranks, torch.tensor([self._hash]), group=self.group)
         first, *others = torch.cat(of_ranks).tolist()
         differing = [rank for rank, other in enumerate(others, 1) if other != first]

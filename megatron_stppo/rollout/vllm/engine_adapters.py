@@ -62,16 +62,16 @@ class EngineAdapters:
 
         The names and shapes are those of weights.sharding.low_rank.serving_adapter_spans.
         """
-        rank, found = self._adapters.rank, dict[str, torch.Tensor]()
+        rank, tensors = self._adapters.rank, dict[str, torch.Tensor]()
         for name, layer in self._manager.modules.items():
             prefix, _, last = name.rpartition(".")
             joined = self._manager.packed_modules_mapping.get(last, [last])
             for member, a, b in zip(joined, layer.lora_a_stacked, layer.lora_b_stacked, strict=True):
                 if member in self._adapters.targets:
                     weight = f"{prefix}.{member}.weight"
-                    found[adapter_key(weight, A)] = a[0, 0, :rank]
-                    found[adapter_key(weight, B)] = b[0, 0, :, :rank]
-        return found
+                    tensors[adapter_key(weight, A)] = a[0, 0, :rank]
+                    tensors[adapter_key(weight, B)] = b[0, 0, :, :rank]
+        return tensors
 
     def clear(self) -> None:
         """Set the adapter to zero, and have vLLM write what its kernels read about a batch again.

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, Required, TypedDict
 
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -24,6 +24,16 @@ from megatron_stppo.rollout.vllm.generation import Finished, Reason, RecordedTur
 from megatron_stppo.rollout.vllm.stop_strings import StopFinder
 
 FINDERS = 256  # stop strings of so many kinds of request are kept; an agent may invent new ones for each turn
+
+
+class Sampling(TypedDict, total=False):
+    """The named arguments of Requests.begin."""
+
+    seed: Required[int]
+    max_tokens: Required[int]
+    temperature: float  # 0 is greedy; default: 1
+    top_p: float
+    stop_strings: Sequence[str]
 
 
 @dataclass
@@ -63,14 +73,14 @@ class Requests:
         self,
         request_id: str,
         token_ids: Sequence[int],
+        begun: RecordedTurn | None,
+        lora: LoRARequest | None,
         *,
         seed: int,
         max_tokens: int,
-        temperature: float,
-        top_p: float,
-        stop_strings: Sequence[str],
-        begun: RecordedTurn | None,
-        lora: LoRARequest | None,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        stop_strings: Sequence[str] = (),
     ) -> EngineCoreRequest:
         """Record a request as running, and return what vLLM is asked for. vLLM's id is never used twice.
 

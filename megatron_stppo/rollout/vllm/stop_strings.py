@@ -26,7 +26,7 @@ class StopFinder:
 
     Raises ValueError for an empty stop string.
     Example: with one token per character, StopFinder(tokenizer, ("</a>",)).completed(ids of "x</a>")
-    is "</a>", and completed(ids of "x</a") is None.
+    is True, and completed(ids of "x</a") is False.
     """
 
     def __init__(
@@ -45,17 +45,16 @@ class StopFinder:
         self._window = max((len(stop.encode()) for stop in self._stops), default=0)
         self._printed = {} if printed is None else printed
 
-    def completed(self, token_ids: Sequence[int]) -> str | None:
-        """Return the stop string that the last of `token_ids` completes, or None.
+    def completed(self, token_ids: Sequence[int]) -> bool:
+        """Return whether the last of `token_ids` completes a stop string.
 
         `token_ids` are the tokens of one turn so far. Call this after each token: a stop string that an
         earlier token completed may not be found.
         """
         if not self._stops or self._endings.isdisjoint(self._text(token_ids[-1])):
-            return None
+            return False
         tail = decode_plain(self._tokenizer, self._tail(token_ids))
-        found = [(tail.find(stop) + len(stop), stop) for stop in self._stops if stop in tail]
-        return min(found)[1] if found else None
+        return any(stop in tail for stop in self._stops)
 
     def end_with(self, text: str) -> bool:
         """Return whether a turn of this text ends with a stop string, and no token before its last has one.

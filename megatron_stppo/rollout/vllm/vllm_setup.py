@@ -90,7 +90,7 @@ class EngineSettings:
         return itemsize * sum(mixer.cached(self.tensor) for mixer in shape.mixers)
 
 
-def build_vllm(given: EngineSettings) -> LLMEngine:
+def build_vllm(settings: EngineSettings) -> LLMEngine:
     """Build this rank's shard of vLLM, with undefined weights. Collective over the default process group.
 
     Raises ConfigError if vLLM does not have a tested version or no LoRA for the adapters, if torch.cuda was
@@ -99,34 +99,36 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
     """
     _check_version()
     check_cuda_functions()
-    check_variables(given.tensor)
+    check_variables(settings.tensor)
     if on_cpu():
-        if "kv_cache_memory_bytes" in given.options:
+        if "kv_cache_memory_bytes" in settings.options:
             raise ConfigError(
                 "rollout.vllm.kv_cache_memory_bytes: is for a GPU; on a CPU give rollout.kv_cache_gib instead"
             )
-        _check_on_cpu(read_shape(given.model_path), given.tensor)
+        _check_on_cpu(read_shape(settings.model_path), settings.tensor)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        check_cpu_cache(given.kv_cache_gib, given.max_context, given.bytes_per_token, ranks, machine_memory())
+        check_cpu_cache(
+            settings.kv_cache_gib, settings.max_context, settings.bytes_per_token, ranks, machine_memory()
+        )
         # Writing into a parameter takes effect in the plain layout only. It stays for later engines.
         cpu.plain_linears()
         cpu.one_adapter()
     else:
-        wait_for_memory(given.gpu_memory_utilization)
+        wait_for_memory(settings.gpu_memory_utilization)
     token = broadcast_bytes(secrets.token_hex(4).encode() if dist.get_rank() == 0 else None, 0).decode()
     with warnings.catch_warnings(), _llvmlite_hidden():
         # vLLM inspects all names of torch, including deprecated ones
         warnings.simplefilter("ignore", FutureWarning)
         try:
-            engine = LLMEngine.from_engine_args(engine_arguments(given, token))
+            engine = LLMEngine.from_engine_args(engine_arguments(settings, token))
         except ValueError as error:  # vLLM's own message says what does not fit
-            own = f", rollout.vllm={dict(given.options)}" if given.options else ""
+            own = f", rollout.vllm={dict(settings.options)}" if settings.options else ""
             # After wait_for_memory, a process has taken or still holds memory, which may be free next time.
             kind = Requeue if str(error).startswith("Free memory on device") else ConfigError
             raise kind(
-                f"vLLM cannot be built with rollout.gpu_memory_utilization={given.gpu_memory_utilization}, "
-                f"rollout.max_sequences={given.max_sequences}{own} and a context of {given.max_context} "
-                f"tokens: {error}"
+                f"vLLM cannot be built with rollout.gpu_memory_utilization="
+                f"{settings.gpu_memory_utilization}, rollout.max_sequences={settings.max_sequences}{own} "
+                f"and a context of {settings.max_context} tokens: {error}"
             ) from error
     # All ranks have mapped the shared memory. Once its name is removed, the kernel frees it when the
     # processes end, even if they are killed.
@@ -136,30 +138,30 @@ def build_vllm(given: EngineSettings) -> LLMEngine:
     return engine
 
 
-def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
+def engine_arguments(settings: EngineSettings, token: str) -> EngineArgs:
     """Return vLLM's arguments for this platform.
 
     token: part of the name of the shared memory on a CPU; equal on the ranks of this engine, and different
     from those of all other engines.
     """
-    seconds = int(given.timeout.total_seconds())
-    shape = read_shape(given.model_path)
+    seconds = int(settings.timeout.total_seconds())
+    shape = read_shape(settings.model_path)
     # config.json may have none, or that of a model with images
     overrides: dict[str, Any] = {"architectures": [shape.architecture]}
-    if given.float32_logits and given.dtype != "float32":
+    if settings.float32_logits and settings.dtype != "float32":
         overrides["head_dtype"] = "float32"
     fixed: dict[str, Any] = {
-        "model": str(given.model_path),
+        "model": str(settings.model_path),
         "trust_remote_code": False,
-        "dtype": given.dtype,
+        "dtype": settings.dtype,
         "hf_overrides": overrides,
-        "seed": given.seed,
-        "tensor_parallel_size": given.tensor,
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tensor,
         "distributed_executor_backend": "external_launcher",
         "load_format": "dummy",
-        "max_model_len": given.max_context,
-        "max_num_seqs": given.max_sequences,
-        "gpu_memory_utilization": given.gpu_memory_utilization,
+        "max_model_len": settings.max_context,
+        "max_num_seqs": settings.max_sequences,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "skip_tokenizer_init": True,  # input and output are token ids
         "generation_config": "vllm",  # ignore top_k and temperature of the checkpoint
@@ -169,7 +171,7 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
     }
     chosen: dict[str, Any] = {  # rollout.vllm may replace these
         # In one step several new prompts can be prefilled beside all running sequences.
-        "max_num_batched_tokens": max(8192, given.max_sequences, given.max_context if on_cpu() else 0),
+        "max_num_batched_tokens": max(8192, settings.max_sequences, settings.max_context if on_cpu() else 0),
         # The next turn reuses the key-value cache of the turns before. vLLM keeps the states of recurrent
         # layers at the ends of blocks of 528 tokens and more, and its CPU worker fails with seeded requests.
         "enable_prefix_caching": not shape.recurrent_layers,
@@ -177,14 +179,14 @@ def engine_arguments(given: EngineSettings, token: str) -> EngineArgs:
         # fifth of the time.
         **({"block_size": 32} if on_cpu() and not shape.recurrent_layers else {}),
     }
-    compilation = dict(given.options.get("compilation_config", {}))
+    compilation = dict(settings.options.get("compilation_config", {}))
     # It calls FlashInfer's all-reduce, which prepare_environment switches off.
     compilation["pass_config"] = {"fuse_allreduce_rms": False} | compilation.get("pass_config", {})
-    options = {**given.options, "compilation_config": compilation}
-    platform = _platform_arguments(given.kv_cache_gib, token, given.routes)
+    options = {**settings.options, "compilation_config": compilation}
+    platform = _platform_arguments(settings.kv_cache_gib, token, settings.routes)
     if shape.gpu_attention and not on_cpu():
         platform["attention_backend"] = attention_backend(shape.gpu_attention)
-    return EngineArgs(**(chosen | options | fixed | platform | lora_arguments(given.adapters)))
+    return EngineArgs(**(chosen | options | fixed | platform | lora_arguments(settings.adapters)))
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -192,13 +194,13 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     Stacked experts are returned one by one: "...w13_weight.3" is a view of the fourth expert.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         experts = name.rpartition(".")[2] in STACKS
         slices = parameter.data.unbind() if experts else ()
         plain = name.replace(".base_layer.", ".")  # vLLM puts a layer into one that applies adapters
-        found |= {f"{plain}.{n}": part for n, part in enumerate(slices)} or {plain: parameter.data}
-    return found
+        tensors |= {f"{plain}.{n}": part for n, part in enumerate(slices)} or {plain: parameter.data}
+    return tensors
 
 
 def tear_down(engine: LLMEngine) -> None:
@@ -255,11 +257,11 @@ def join_world() -> None:
 
 def end_of_text_ids(model_path: Path | str, config: PretrainedConfig, tokenizer: Any) -> list[int]:
     """Return the end-of-text ids of the tokenizer and of the checkpoint, sorted."""
-    given = [tokenizer.eos_token_id, config.eos_token_id]
+    values = [tokenizer.eos_token_id, config.eos_token_id]
     if (generation := load_generation(Path(model_path))) is not None:
-        given.append(generation.eos_token_id)
+        values.append(generation.eos_token_id)
     ids: set[int] = set()
-    for value in given:
+    for value in values:
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return sorted(ids)
 

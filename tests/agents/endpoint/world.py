@@ -45,7 +45,7 @@ class World:
     def collect(self, make: Any, **given: Any) -> list[Trajectory]:
         settings = RolloutSettings(LIMITS, **{"deadline": 10.0} | given)
         engine = self.engine
-        return collect(engine, engine.tokenizer, self.tasks, make, settings, SEED, engine.group)
+        return collect(engine, self.tasks, make, settings, SEED)
 
 
 def reference(folder: Path) -> Any:

@@ -45,7 +45,7 @@ def player(engine: Any, folder: Path, tensor: int) -> Callable[..., list[Traject
     engine.refresh()
 
     def play(tasks: list[Task], settings: RolloutSettings = SETTINGS, **more: Any) -> list[Trajectory]:
-        return collect(engine, engine.tokenizer, tasks, Game, settings, SEED, engine.group, **more)
+        return collect(engine, tasks, Game, settings, SEED, **more)
 
     return play
 

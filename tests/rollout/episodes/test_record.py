@@ -57,7 +57,7 @@ def play(
     """Play greedily for some engine steps. Return (trajectories, records of what is in progress, tokens that
     were generated)."""
     from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
-    from megatron_stppo.rollout.episodes.play import InProgress, Player
+    from megatron_stppo.rollout.episodes.play import Player
     from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 
     done: dict[int, Trajectory] = {}
@@ -65,26 +65,29 @@ def play(
         player = Player(engine, host, one_version)
         player.begin(
             [
-                InProgress(
+                Episode(
+                    task(n),
                     n,
-                    Episode(task(n), n, LIMITS, engine.tokenizer, engine.end_ids),
-                    11,
-                    n,
-                    0.0,
-                    1.0,
-                    records.get(n, ()),
+                    LIMITS,
+                    engine.tokenizer,
+                    engine.end_ids,
+                    index=n,
+                    seed=11,
+                    place=n,
+                    temperature=0.0,
+                    earlier=records.get(n, ()),
                 )
                 for n in NUMBERS
             ]
         )
-        ended: list[InProgress] = []
+        ended: list[Episode] = []
         for _ in range(steps):
             if not player.playing:
                 break
             answers = host.take(len(player.asked))
             ended += player.apply(answers)
             ended += player.step()
-        done = {one.index: one.episode.trajectory() for one in ended}
+        done = {episode.index: episode.trajectory() for episode in ended}
         left = {n: player.record(n) for n in player.playing}
     engine.abort_all()
     return done, left, player.tokens

@@ -66,9 +66,9 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
     seen["poisoned"] = _refused(engine.step)
     engine.abort_all()
     seen["unfinished"] = engine.unfinished
-    seen["too long"] = _refused(lambda: build_vllm(replace(engine._given, max_context=CONTEXT + 1)))
+    seen["too long"] = _refused(lambda: build_vllm(replace(engine._settings, max_context=CONTEXT + 1)))
     with mock.patch.object(LLMEngine, "from_engine_args", side_effect=ValueError(NO_MEMORY)):
-        seen["no memory"] = _refused(lambda: build_vllm(engine._given))
+        seen["no memory"] = _refused(lambda: build_vllm(engine._settings))
     seen["cuda"] = torch.cuda.is_available()
     return seen
 
