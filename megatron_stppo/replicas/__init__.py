@@ -39,6 +39,7 @@ Who waits for whom. T is serving.timeout: a side that is silent for so long is l
     Served.publish                 replicas that lack the version before, and  T per transfer, else as draw
                                    with update=complete the admitted episodes
     Served.episodes                records of episodes in progress             10 s
+    Served.close                   transfers in progress                       T per transfer
     other ranks of the trainer     the Step of the first rank                  as the first rank
     Sender's thread                the replica that it sends to                T
     Hub's thread                   a message of any replica                    0.2 s
