@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_stppo.config import Config
-from megatron_stppo.model.flop import forward
+from megatron_stppo.observe.throughput import forward_flop
 from megatron_stppo.plan.exchange import exchange, layers_to_plan
 from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
@@ -82,7 +82,7 @@ def _rollout(use: TrainingUse, shape: ModelShape, engine: EngineUse, gpu: Gpu) -
     keys = played * work.action_tokens * work.longest / 2 * engine.cache_per_token
     states = 2 * played * work.action_tokens * engine.state
     read = (steps * engine.weights + keys + states) / gpu.memory_rate
-    flop = played * forward(shape, [work.longest], work.action_tokens)
+    flop = played * forward_flop(shape, [work.longest], work.action_tokens)
     return max(read, flop / config.engine_tensor / gpu.flops)
 
 
@@ -99,7 +99,7 @@ def engine_speed(
     rate = given["engine_share"] * gpu.flops * config.engine_tensor
     bandwidth = given["memory_share"] * gpu.memory_rate
     # a key that a token attends to costs little FLOP; half an episode has the mean number of them
-    trunk = forward(shape, [2 * half]) / (2 * half)
+    trunk = forward_flop(shape, [2 * half]) / (2 * half)
     head = 2 * shape.hidden * shape.vocab
     return EngineSpeed(
         step=given["step_seconds"] + engine.weights / bandwidth,

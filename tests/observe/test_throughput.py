@@ -9,9 +9,8 @@ import torch
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.model.flop import forward
 from megatron_stppo.observe import throughput as flop_of
-from megatron_stppo.observe.throughput import phase_flop, throughput
+from megatron_stppo.observe.throughput import forward_flop, phase_flop, throughput
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 # 144 weights in its layer, a head of 4 x 10.
@@ -30,13 +29,13 @@ def batch():
 
 
 def test_a_forward_pass_takes_two_flop_per_weight_and_token_and_attention_sees_half() -> None:
-    assert forward(SHAPE, [3]) == 2 * 144 * 3 + 2 * 4 * 9 == 936
-    assert forward(SHAPE, [3, 3], head_tokens=2) == 2 * 936 + 2 * 2 * 40
+    assert forward_flop(SHAPE, [3]) == 2 * 144 * 3 + 2 * 4 * 9 == 936
+    assert forward_flop(SHAPE, [3, 3], head_tokens=2) == 2 * 936 + 2 * 2 * 40
 
 
 def test_only_the_experts_of_a_token_and_the_router_are_counted() -> None:
     sparse = ModelShape("", 1, 4, 2, 1, 2, 8, 10, False, 1e4, 1e-6, 64, experts=6, experts_per_token=2)
-    assert forward(sparse, [1]) - forward(SHAPE, [1]) == 2 * (3 * 32 + 4 * 6)
+    assert forward_flop(sparse, [1]) - forward_flop(SHAPE, [1]) == 2 * (3 * 32 + 4 * 6)
 
 
 def test_every_model_scores_once_and_two_models_train_in_every_epoch() -> None:

@@ -123,7 +123,7 @@ def flop(folder: str, rank: int) -> dict[str, tuple[int, int]]:
 
     rank: that of adapters; 0 without.
     """
-    from megatron_stppo.model.flop import adapters, forward, training
+    from megatron_stppo.observe.throughput import adapter_flop, forward_flop, training_flop
     from megatron_stppo.plan.dry_run import plan
     from megatron_stppo.plan.work import trajectory
     from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -135,13 +135,13 @@ def flop(folder: str, rank: int) -> dict[str, tuple[int, int]]:
     assert made.use.microbatch_tokens == count * longest
     head = count * sum(len(turn.token_ids) for turn in trajectory(config, longest).turns)
     lengths, lora = [longest] * count, (rank, config.model.lora.names)
-    added = adapters(shape, lengths, *lora)
-    policy, critic = forward(shape, lengths, head) + added, forward(shape, lengths) + added
+    added = adapter_flop(shape, lengths, *lora)
+    policy, critic = forward_flop(shape, lengths, head) + added, forward_flop(shape, lengths) + added
     return {
         "actor scores": (policy, models["actor"].score_flop),
-        "actor learns": (training(shape, lengths, head, *lora), models["actor"].update_flop),
+        "actor learns": (training_flop(shape, lengths, head, *lora), models["actor"].update_flop),
         "critic scores": (critic, models["critic"].score_flop),
-        "critic learns": (training(shape, lengths, 0, *lora), models["critic"].update_flop),
+        "critic learns": (training_flop(shape, lengths, 0, *lora), models["critic"].update_flop),
     }
 
 

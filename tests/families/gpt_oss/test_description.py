@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.families.gpt_oss import Yarn
-from megatron_stppo.model.flop import mixing
+from megatron_stppo.observe.throughput import mixing_flop
 from megatron_stppo.validation.model_folder import check_weights
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
@@ -96,7 +96,7 @@ def test_frequencies_are_those_of_transformers(truncate: bool) -> None:
 def test_a_window_bounds_the_products_of_attention(tmp_path: Path) -> None:
     """Of 6 tokens, those of the window of 4 see 1, 2, 3, 4, 4, 4, counted as 16 / 2 + 2 * 4."""
     shape = read_shape(config(tmp_path).model.path)
-    assert mixing(shape, [6]) == 2 * 4 * 4 * (36 + (36 - 4))
+    assert mixing_flop(shape, [6]) == 2 * 4 * 4 * (36 + (36 - 4))
 
 
 @pytest.mark.parametrize(

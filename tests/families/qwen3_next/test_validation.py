@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_stppo.config import Config, ConfigError
-from megatron_stppo.model.flop import forward, mixing
+from megatron_stppo.observe.throughput import forward_flop, mixing_flop
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.exchange import layers_to_plan
 from megatron_stppo.plan.hardware import H100
@@ -79,8 +79,8 @@ def test_flop_of_a_token_are_those_of_each_kind_of_layer(tmp_path: Path) -> None
     shape = read_shape(config(tmp_path).model.path)
     mlp, attention, net = 3 * 16 * 32, 16 * (64 + 2 * 16 + 32), 16 * (2 * 6 + 2 * 20 + 2 * 4 + 20)
     states = 3 * 6 * 4 * 3 * 5
-    assert mixing(shape, [1]) == states + 2 * 4 * 8
-    assert forward(shape, [1]) == 2 * (4 * mlp + attention + 3 * net) + states + 2 * 4 * 8
+    assert mixing_flop(shape, [1]) == states + 2 * 4 * 8
+    assert forward_flop(shape, [1]) == 2 * (4 * mlp + attention + 3 * net) + states + 2 * 4 * 8
 
 
 def test_a_plan_of_a_mixture_has_a_layer_of_each_kind(tmp_path: Path) -> None:
