@@ -8,7 +8,6 @@ rollouts, in asynchronous training also older ones; evaluate/* are of version k.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,13 +33,12 @@ from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.rollout.episodes.failures import warn
 from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks
 from megatron_stppo.training.advantage import estimate, has_signal
-from megatron_stppo.training.guard.guard import UpdateGuard
+from megatron_stppo.training.guard.guard import UpdateGuard, check_mismatch
 from megatron_stppo.training.rollouts import Rollouts, evaluate_tasks
 from megatron_stppo.training.stages import distribute, score, update
 from megatron_stppo.training.update.own import Own
 from megatron_stppo.training.update.ratios import turns
 from megatron_stppo.validation import attempts
-from megatron_stppo.weights.reshard.verify import ReshardError
 
 SKIPPED = "step_{0} is not evaluated ({1}); `megatron-stppo evaluate CONFIG --checkpoint step_{0}` does it"
 Assemble = Callable[[Config, bool], Rollouts]  # the flag: the run is resumed
@@ -85,7 +83,7 @@ def train(
             row |= training.checkpoints.guard.look(done, row, updated, group_N, hold)
         log.write_turns(done, turns(updated, last, config.algorithm))
         row |= observer.measure(updated) | rollouts.measure() | written
-        _check(config, row)
+        check_mismatch(config, row)
         # reshard: copy the actor's weights to the engine
         with observer.phase("reshard"), training.leaving(done, row):
             rollouts.publish(version=done)
@@ -275,22 +273,3 @@ class Checkpoints:
         self._learner.check_beginning(state)
         self.guard.restore(state)
         return int(state["iteration"])
-
-
-def _check(config: Config, row: dict[str, Any]) -> None:
-    """Raise ReshardError if the engine's log-probs differ too much from the trainer's.
-
-    Only tokens of the version that was updated are compared: older versions have other log-probs. Without
-    such tokens nothing is compared, which is usual in asynchronous training with max_staleness above 0. The
-    row is equal on all ranks, so all ranks raise together. A refused update has compared nothing.
-
-    The engine divides the probability of a token by that of all tokens which nucleus sampling keeps. They
-    have top_p of the probability or more, so this raises a log-prob by -log(top_p) nats or less.
-    """
-    difference, r = row.get("mismatch/current_mean_abs", 0.0), config.rollout
-    if difference > r.max_mismatch - math.log(r.top_p):  # NaN passes: the update has skipped and counted it
-        nucleus = f" (rollout.top_p={r.top_p} explains up to {-math.log(r.top_p):.3g})" if r.top_p < 1 else ""
-        raise ReshardError(
-            f"engine and trainer disagree by {difference:.3g} nats per token{nucleus}, rollout.max_mismatch="
-            f"{r.max_mismatch}; the engine uses other weights or another precision than the trainer"
-        )

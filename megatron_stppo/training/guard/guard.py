@@ -28,6 +28,7 @@ from megatron_stppo.parallel.collectives import any_rank, gather_records
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.guard import dumps
 from megatron_stppo.training.guard.acting import Acting
+from megatron_stppo.weights.reshard.verify import ReshardError
 
 # The metrics that are checked. A magnitude up to this floor is never a spike: when the first rewards appear
 # after a time without any, all these metrics rise from 0 to a small value.
@@ -218,6 +219,25 @@ class UpdateGuard:
     def _warn(self, iteration: int, text: str) -> None:
         if self._mesh.rank == 0:
             log.warning("iteration %d: %s", iteration, text)
+
+
+def check_mismatch(config: Config, row: dict[str, Any]) -> None:
+    """Raise ReshardError if the engine's log-probs differ too much from the trainer's.
+
+    Only tokens of the version that was updated are compared: older versions have other log-probs. Without
+    such tokens nothing is compared, which is usual in asynchronous training with max_staleness above 0. The
+    row is equal on all ranks, so all ranks raise together. A refused update has compared nothing.
+
+    The engine divides the probability of a token by that of all tokens which nucleus sampling keeps. They
+    have top_p of the probability or more, so this raises a log-prob by -log(top_p) nats or less.
+    """
+    difference, r = row.get("mismatch/current_mean_abs", 0.0), config.rollout
+    if difference > r.max_mismatch - math.log(r.top_p):  # NaN passes: the update has skipped and counted it
+        nucleus = f" (rollout.top_p={r.top_p} explains up to {-math.log(r.top_p):.3g})" if r.top_p < 1 else ""
+        raise ReshardError(
+            f"engine and trainer disagree by {difference:.3g} nats per token{nucleus}, rollout.max_mismatch="
+            f"{r.max_mismatch}; the engine uses other weights or another precision than the trainer"
+        )
 
 
 def remedy(where: list[str], applied: bool) -> str:

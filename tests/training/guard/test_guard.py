@@ -1,4 +1,5 @@
-"""Spikes, and what UpdateGuard makes of iterations in which no step of the actor was applied."""
+"""Spikes, what UpdateGuard makes of iterations in which no step of the actor was applied, and the limit of
+the difference between the log-probs of engine and trainer."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.training.guard import guard
 from megatron_stppo.training.guard.guard import Spikes
+from megatron_stppo.weights.reshard.verify import ReshardError
 
 HELD = {"actor/held": 1.0, "actor/objective": 0.0, "actor/gradient_norm": 0.05}
 APPLIED = {
@@ -124,3 +126,25 @@ def test_a_restored_state_gives_the_same_results() -> None:
     spikes, again = watched(2, 2, 2, 2), Spikes(window=8, deviations=10)
     again.restore(spikes.state())
     assert again.look({NAME: 50}) == spikes.look({NAME: 50}) != []
+
+
+def limited(top_p: float) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "rollout": {"top_p": top_p, "max_mismatch": 0.1}})
+
+
+def test_nucleus_sampling_raises_the_limit_by_what_it_explains_and_no_more() -> None:
+    """With top_p=0.8 the engine's log-probs are up to -log(0.8) = 0.223 nats above the trainer's."""
+    guard.check_mismatch(limited(0.8), {"mismatch/current_mean_abs": 0.32})
+    with pytest.raises(ReshardError) as error:
+        guard.check_mismatch(limited(0.8), {"mismatch/current_mean_abs": 0.33})
+    assert str(error.value) == (
+        "engine and trainer disagree by 0.33 nats per token (rollout.top_p=0.8 explains up to 0.223), "
+        "rollout.max_mismatch=0.1; the engine uses other weights or another precision than the trainer"
+    )
+
+
+def test_without_nucleus_sampling_the_limit_is_the_configured_one() -> None:
+    for row in ({}, {"mismatch/current_mean_abs": 0.1}, {"mismatch/current_mean_abs": math.nan}):
+        guard.check_mismatch(limited(1.0), row)
+    with pytest.raises(ReshardError, match=r"by 0\.101 nats per token, rollout\.max_mismatch=0\.1;"):
+        guard.check_mismatch(limited(1.0), {"mismatch/current_mean_abs": 0.101})
