@@ -148,14 +148,22 @@ def run(waiting: Sequence[Mutant], tests: Sequence[str]) -> Iterator[tuple[Mutan
     if left and os.waitpid(fork(None, tests, 600), 0)[1]:
         raise SystemExit("these tests fail without a mutant")
     limit = max(LEAST, PATIENCE * (time.monotonic() - started))
-    while left or running:
-        while left and len(running) < JOBS:
-            mutant = left.pop()
-            running[fork(mutant, tests, limit)] = mutant
-        child, status = os.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # its ranks
-        yield running.pop(child), os.waitstatus_to_exitcode(status)
+    try:
+        while left or running:
+            while left and len(running) < JOBS:
+                mutant = left.pop()
+                running[fork(mutant, tests, limit)] = mutant
+            child, status = os.wait()
+            _end(child)  # its ranks
+            yield running.pop(child), os.waitstatus_to_exitcode(status)
+    finally:
+        for child in running:  # after SIGTERM or Ctrl-C
+            _end(child)
+
+
+def _end(child: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
 
 
 def argued() -> set[str]:
@@ -197,6 +205,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="at most this many mutants of each source")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     files = {name: [*map(_path, tests)] for name, tests in SOURCES.items() if given.file in name}
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.touch()

@@ -28,12 +28,14 @@ import argparse
 import hashlib
 import json
 import lzma
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # needed when this file is run as a script
 
 from tools.cuda_environment.packages import pinned
-from tools.offline import rehearsal
 from tools.offline.fatbin import without_other_architectures
 from tools.processes import ROOT, run
 
@@ -52,6 +53,16 @@ SMALL = (
     *("vllm-rs", "third_party/deep_gemm", "vllm_flash_attn/_vllm_fa2_C.abi3.so"),
     *("_flashmla_C.abi3.so", "_flashmla_extension_C.abi3.so", "_qutlass_C.abi3.so"),
 )
+# with sh, in the folder of the unpacked repository, after `source activate`
+REHEARSED = {
+    "no route": "! ip route get 192.0.2.1",
+    "versions": "python3 -c 'import torch, transformers, vllm; "
+    "print(torch.__version__, transformers.__version__, vllm.__version__)'",
+    "imports as on a GPU": "python3 tools/check_cuda_environment.py --only imports",
+    "vLLM's models": "python3 tools/check_cuda_environment.py --only engine",
+    "training on the CPU": "python3 tools/check_gpu.py training --device cpu --limits 4",
+    "the real model on the CPU": "python3 tools/check_gpu.py real --device cpu --limits 6",
+}
 FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 6}]
 
 
@@ -77,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         present = listed(given.present) if given.present else {}
         if given.command == "rehearse":
-            return rehearsal.rehearse(folder.resolve(), given.python, TORCH, given.present)
+            return rehearse(folder.resolve(), given.python, given.present)
         build(folder.resolve(), present, given)
     except (OSError, ValueError, RuntimeError, subprocess.CalledProcessError) as error:
         print(f"offline_bundle: {error}", file=sys.stderr)
@@ -208,6 +219,40 @@ def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return None if "__pycache__" in entry.name else entry
+
+
+def rehearse(bundle: Path, python: str, present: Path | None) -> int:
+    """Return the number of failed steps. Needs a package index for torch and the packages of `present`."""
+    with tempfile.TemporaryDirectory() as scratch:
+        home = Path(scratch)
+        run([python, "-m", "venv", home / "machine"])
+        pip = [home / "machine/bin/python", "-m", "pip", "install", "--quiet"]
+        run([*pip, f"torch=={TORCH}", *(["-r", present] if present else [])])
+        target = home / "unpacked"
+        steps = {"unpack": f"python3 {bundle}/unpack.py {target}"}
+        steps |= {name: f"source {target}/activate && {line}" for name, line in REHEARSED.items()}
+        failed = [name for name, line in steps.items() if not done(name, line, home)]
+        for kept in (target / "megatron_stppo/runs").glob("check-*"):
+            shutil.copytree(kept, bundle / "rehearsed" / kept.name, dirs_exist_ok=True)
+    print(f"{len(steps) - len(failed)} of {len(steps)} steps; failed: {', '.join(failed) or 'none'}")
+    return len(failed)
+
+
+def done(name: str, line: str, home: Path) -> bool:
+    """Run a step in a namespace without a route, without the variables of this process."""
+    kept = {key: os.environ[key] for key in ("HOME", "LANG", "TMPDIR") if key in os.environ}
+    environment = {
+        **kept,
+        "PATH": f"{home}/machine/bin:/usr/local/bin:/usr/bin:/bin",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    print(f"--- {name}", flush=True)
+    began = time.monotonic()
+    # torch.distributed needs the loopback device
+    inside = ["unshare", "--net", "--map-root-user", "bash", "-c", f"ip link set lo up && {line}"]
+    status = subprocess.run(inside, cwd=home, env=environment, check=False).returncode
+    print(f"--- {name}: {'ok' if status == 0 else 'FAILED'}, {time.monotonic() - began:.0f} s", flush=True)
+    return status == 0
 
 
 def output_of(*line: str) -> bytes:

@@ -31,7 +31,6 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.collectives import raise_together
 from megatron_stppo.parallel.groups import MeshRank
-from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
 from megatron_stppo.weights.sharding.hf_names import Head, ModelShape, hf_shapes, read_shape, text_fields
@@ -44,7 +43,7 @@ from megatron_stppo.weights.sharding.hf_write import (
     type_of,
     write_tensors,
 )
-from megatron_stppo.weights.sharding.low_rank import adapter_shapes
+from megatron_stppo.weights.sharding.low_rank import Term, adapter_shapes
 from megatron_stppo.weights.sharding.spans import training_layouts, whole_spans, widths_of
 from megatron_stppo.weights.sharding.tiles import Spans
 

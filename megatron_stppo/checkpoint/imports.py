@@ -20,9 +20,8 @@ from torch import Tensor
 
 from megatron_stppo.base.files import make_scratch
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.gguf.header import Header
+from megatron_stppo.weights.gguf.header import Header, write_tokenizer
 from megatron_stppo.weights.gguf.tensors import Origin, decode, sources
-from megatron_stppo.weights.gguf.tokenizer import write_tokenizer
 from megatron_stppo.weights.sharding.hf_files import in_files
 from megatron_stppo.weights.sharding.hf_names import ModelShape, families, hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import by_file, finish, stacks, write_tensors

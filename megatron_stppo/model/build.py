@@ -23,7 +23,7 @@ from megatron_stppo.model.token_model import TokenModel, ValueHead, share
 from megatron_stppo.parallel.collectives import first, raise_together
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
+from megatron_stppo.weights.sharding.hf_checkpoint import check_base, load_hf, load_peft
 from megatron_stppo.weights.sharding.hf_files import head_of_critic
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.hf_write import type_of
@@ -38,7 +38,6 @@ from megatron_stppo.weights.sharding.low_rank import (
     scaled_terms,
 )
 from megatron_stppo.weights.sharding.parts import LayerSpec
-from megatron_stppo.weights.sharding.peft_tensors import check_base, load_peft
 from megatron_stppo.weights.sharding.spans import chunk_prefix, training_spans
 from megatron_stppo.weights.sharding.tiles import Spans
 
@@ -230,7 +229,7 @@ def adapters_of_rank(shape: ModelShape, config: Config, layout: Layout, rank: in
 def adapter_terms(
     parameters: Mapping[str, Tensor], shape: ModelShape, config: Config, mesh: MeshRank, *, merged: bool
 ) -> Mapping[tuple[str, str], LowRank | Scaled]:
-    """Return the terms with which a rank's rows are computed (weights/reshard/merging.py); {} without
+    """Return the terms with which a rank's rows are computed (weights/reshard/staging.py); {} without
     adapters.
 
     parameters: named_parameters of actor or critic. merged: whether weights are merged with their adapters,

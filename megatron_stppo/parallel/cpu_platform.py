@@ -24,18 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-FACTORIES = (
-    "tensor",
-    "empty",
-    "zeros",
-    "ones",
-    "full",
-    "arange",
-    "rand",
-    "randn",
-    "empty_like",
-    "zeros_like",
-)
+FACTORIES = "tensor empty zeros ones full arange rand randn empty_like zeros_like".split()
 CUDA_TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",

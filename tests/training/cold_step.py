@@ -55,8 +55,8 @@ def adapted(
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.cold_start import export, train_step
+    from megatron_stppo.weights.sharding.hf_checkpoint import check_base
     from megatron_stppo.weights.sharding.hf_names import read_shape
-    from megatron_stppo.weights.sharding.peft_tensors import check_base
 
     def start(path: str | None) -> Any:
         lora = {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"], "path": path}

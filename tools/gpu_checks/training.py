@@ -160,8 +160,8 @@ def grouped() -> dict[str, Any]:
 def _fused_gradients(mesh: Any) -> dict[str, float]:
     """Compare main gradients in bfloat16 with float64: added without being rounded, and rounded first."""
 
-    from tests.model.accumulating import errors_in
-    from tests.model.experts.test_grouped_experts import accumulated_in
+    from tests.model.test_grouped_experts import accumulated_in
+    from tests.model.test_weight_gradient import errors_in
 
     layers, experts = {}, {}
     with torch.device(DEVICE):

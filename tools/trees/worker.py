@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_stppo.cluster.launch import process
-from tools.gpu_checks.model import configuration, write_model
+from tools.gpu_checks.model import configuration, learner_of, write_model
 from tools.measuring import timed
 from tools.trees import rollouts
 
@@ -43,7 +43,6 @@ class Bench:
     def __init__(self, given: dict[str, Any]) -> None:
         process.prepare(engine=False)
         from megatron_stppo.data.packing import groups_of, to_batch
-        from megatron_stppo.model.learner import build_learner
         from megatron_stppo.weights.sharding.hf_names import read_shape
 
         algorithm = {"preset": given["preset"], "kl_coefficient": 0.0, "entropy_coefficient": 0.0}
@@ -59,8 +58,7 @@ class Bench:
             played = rollouts.renumbered(played)
         if shape.vocab <= max(max(one.token_ids) for one in played):
             raise SystemExit(f"--model={model}: has {shape.vocab} tokens; choose one of more than {most}")
-        mesh = process.start(self.config)
-        self.learner = build_learner(self.config, shape, mesh, process.dtype(self.config))
+        self.learner = learner_of(self.config)
         self.batch, self._groups = to_batch(played), groups_of([one.summary for one in played])
 
     def packing(self, arm: str, budget: int) -> None:

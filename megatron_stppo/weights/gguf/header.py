@@ -1,4 +1,4 @@
-"""Reads a GGUF file's metadata, and makes config.json of it.
+"""Reads a GGUF file's metadata, and makes config.json and the files of the tokenizer of it.
 
 The keys are those of llama.cpp's specification (ggml's gguf.md). Every key of the architecture is either
 read or known to change nothing. Any other one is refused, because it may change what the model computes.
@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 from gguf import GGUFReader
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence
+from transformers import AutoTokenizer
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.weights.sharding.hf_fields import SCALED, SCALING
@@ -35,6 +37,11 @@ FIELDS = {
 READ = {"expert_count", "attention.value_length", "rope.dimension_count", "rope.scaling.type"}
 IGNORED = {"vocab_size"}  # the rows of the embedding say it
 REQUIRED = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+
+# How a vocabulary's merges were learned, by llama.cpp's name of it (tokenizer.ggml.pre). transformers does
+# not divide numbers into digits for smollm, and guesses for a name that it does not know.
+BY_DIGIT: PreTokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+KNOWN = ("default", "gpt-2", "llama-bpe", "llama3", "llama-v3", "qwen2", "deepseek-r1-qwen", "smollm")
 
 
 class Header:
@@ -132,3 +139,22 @@ class Header:
 def _shortest(value: Any) -> Any:
     """Return the decimal number that a float32 was written from. Example: 9.99999974e-06 becomes 1e-05."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def write_tokenizer(header: Header, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template to the folder.
+
+    Raises ConfigError if the file has no tokenizer, or one that cannot be built.
+    """
+    model, pre = (header.values.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if model not in ("gpt2", "llama"):
+        raise header.refusal(f"tokenizer.ggml.model={model!r} is not supported", ["gpt2", "llama"])
+    if model == "gpt2" and pre not in KNOWN:
+        raise header.refusal(f"tokenizer.ggml.pre={pre!r} is not supported", sorted(KNOWN))
+    with header.one_line("its tokenizer cannot be built"):
+        tokenizer = AutoTokenizer.from_pretrained(
+            header.file.parent, gguf_file=header.file.name, trust_remote_code=False
+        )
+        if pre == "smollm":
+            tokenizer.backend_tokenizer.pre_tokenizer = BY_DIGIT
+        tokenizer.save_pretrained(folder)

@@ -2,7 +2,7 @@
 
 Each bucket is packed into a byte buffer, exchanged, and unpacked into views of the target tensors. Packing
 casts to the type of the target, so float32 master weights are sent as bfloat16, and adds the products of
-adapters (merging.py). There are two pairs of buffers. While bucket k is exchanged (NCCL uses its own stream,
+adapters (staging.py). There are two pairs of buffers. While bucket k is exchanged (NCCL uses its own stream,
 gloo its own thread), bucket k-1 is unpacked, a share of the rows that stay on their rank is copied (without a
 buffer), and bucket k+1 is packed.
 """
@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.weights.reshard.merging import Move, Term
 from megatron_stppo.weights.reshard.plan import RowCopy, buckets
-from megatron_stppo.weights.reshard.staging import Bucket, BucketSlice, Copies, Staging
-from megatron_stppo.weights.reshard.verify import Checks, Summed
+from megatron_stppo.weights.reshard.staging import Bucket, BucketSlice, Copies, Move, Staging, Summed
+from megatron_stppo.weights.reshard.verify import Checks
+from megatron_stppo.weights.sharding.low_rank import Term
 
 Result = TypeVar("Result")
 WORD = 8  # bytes; segments of a buffer are aligned to words, so that any type can be viewed in place

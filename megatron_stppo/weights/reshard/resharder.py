@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_stppo.parallel.collectives import all_reduce_sum, by_rank, gather_records, raise_together
 from megatron_stppo.weights.reshard.execute import ErrorHolder, Exchange, Packed
-from megatron_stppo.weights.reshard.merging import Term
 from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, digest, plan_copies
 from megatron_stppo.weights.reshard.verify import Checks, ReshardError
+from megatron_stppo.weights.sharding.low_rank import Term
 from megatron_stppo.weights.sharding.tiles import PADDING, Spans
 
 
@@ -49,7 +49,7 @@ class Resharder:
     source_layouts, target_layouts: {rank of the group: spans}, equal on all ranks.
     widths: {hf_key: elements per row}.
     terms: {(source tensor, hf_key): term} of this rank's adapters, with which rows are computed while they
-    are packed (merging.py): the engine gets W + scale * B A, or scale * B.
+    are packed (staging.py): the engine gets W + scale * B A, or scale * B.
     changed: the checkpoint tensors whose rows every version changes; the others are copied by the first sync
     alone. None: every version changes all.
     bucket_bytes: the most bytes that a rank sends at once; default: BUCKET_BYTES of the device.

@@ -1,17 +1,74 @@
-"""Buffers that hold the rows of two buckets while they are exchanged, and the copies into and out of them."""
+"""Copies of rows, and the buffers that hold those of two buckets while they are exchanged.
+
+Some rows are computed while they are written: W + scale * B A, so that no merged copy of a model exists, or
+scale * B.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_stppo.ops.bucket_checksum import BucketChecksum
 from megatron_stppo.ops.bucket_copy import BucketCopy, expressible
-from megatron_stppo.weights.reshard.merging import Move, Term
 from megatron_stppo.weights.reshard.plan import RowCopy
-from megatron_stppo.weights.reshard.verify import Summed
+from megatron_stppo.weights.sharding.low_rank import Scaled, Term
+
+AT_ONCE = 1 << 22  # numbers of a product in memory at a time: 16 MiB
+
+
+class Move(NamedTuple):
+    """One copy of rows (or columns), with the views that it reads and writes.
+
+    Example: rows [[1, 1]] of a weight that has the term b = [[2]], a = [[3, 4]] and scale 1 write [[7, 9]].
+    """
+
+    copy: RowCopy
+    source: Tensor
+    target: Tensor
+    term: Term | None = None  # of the whole source tensor; None: the rows are copied
+
+    def compute(self) -> None:
+        """Write the rows with their term, computed in float32 and cast once to the type of the target."""
+        if isinstance(self.term, Scaled):
+            self.target.copy_(self.source.float() * self.term.factor)
+            return
+        assert self.term is not None
+        b, a, first, scale = self.term
+        b, a = b.detach(), a.detach().narrow(0, first, b.shape[1])
+        if self.copy.dim == 0:
+            b = b.narrow(0, self.copy.source_offset, self.copy.size)
+        else:
+            a = a.narrow(1, self.copy.source_offset, self.copy.size)
+        b, a = b.float(), a.float()
+        rows, columns = self.source.shape
+        step = max(1, AT_ONCE // columns)
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            self.target[part].copy_(torch.addmm(self.source[part].float(), b[part], a, alpha=scale))
+
+
+class Summed:
+    """Copies, and the view of each on one side. Their checksums are computed in one call.
+
+    dtypes: the types of the targets, in which the rows are summed on both sides.
+    """
+
+    def __init__(
+        self, copies: Sequence[RowCopy], views: Iterable[Tensor], dtypes: Iterable[torch.dtype]
+    ) -> None:
+        self.copies = copies
+        self.sums = BucketChecksum(list(views), list(dtypes))  # called, it returns int64 [len(copies)]
+
+    @classmethod
+    def where_written(cls, moves: Sequence[Move]) -> Summed:
+        """Return moves as they are summed when they are written: computed rows exist only in their target."""
+        views = [move.target if move.term else move.source for move in moves]
+        return cls([move.copy for move in moves], views, [move.target.dtype for move in moves])
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.ops.bucket_checksum import BucketChecksum
 from megatron_stppo.ops.transfer import to_device
-from megatron_stppo.weights.reshard.merging import Move
 from megatron_stppo.weights.reshard.plan import RowCopy
+from megatron_stppo.weights.reshard.staging import Summed
 
 
 class ReshardError(RuntimeError):
@@ -20,25 +19,6 @@ class ReshardError(RuntimeError):
 
     The engine must not generate with them.
     """
-
-
-class Summed:
-    """Copies, and the view of each on one side. Their checksums are computed in one call.
-
-    dtypes: the types of the targets, in which the rows are summed on both sides.
-    """
-
-    def __init__(
-        self, copies: Sequence[RowCopy], views: Iterable[Tensor], dtypes: Iterable[torch.dtype]
-    ) -> None:
-        self.copies = copies
-        self.sums = BucketChecksum(list(views), list(dtypes))  # called, it returns int64 [len(copies)]
-
-    @classmethod
-    def where_written(cls, moves: Sequence[Move]) -> Summed:
-        """Return moves as they are summed when they are written: computed rows exist only in their target."""
-        views = [move.target if move.term else move.source for move in moves]
-        return cls([move.copy for move in moves], views, [move.target.dtype for move in moves])
 
 
 class Checks:

@@ -16,12 +16,7 @@ from megatron_stppo.data.text.plain_text import check_continues
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 # Names in a chat template that are no setting: variables that each chat determines, and constants.
-NO_ARGUMENTS = {
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "bos_token",
-    "eos_token",
+NO_ARGUMENTS = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} | {
     "true",
     "false",
     "none",

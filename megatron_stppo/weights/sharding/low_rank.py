@@ -71,6 +71,9 @@ class Scaled(NamedTuple):
     factor: float
 
 
+Term = LowRank | Scaled
+
+
 def adapter_names(linear: str) -> tuple[str, str]:
     """Return the parameter names of A and B in the adapter of megatron's layer `linear`."""
     return f"{linear}.adapter.a", f"{linear}.adapter.b"
@@ -129,14 +132,6 @@ def held_targets(linear: str, of_weight: tuple[Span, ...], targets: Collection[s
     or not this rank has rows of them."""
     prefix = of_weight[0].hf_key.rsplit(".", 2)[0]
     return tuple(f"{prefix}.{name}.weight" for name in JOINED[_kind(linear)] if name in targets)
-
-
-def with_joined(targets: Collection[str]) -> tuple[str, ...]:
-    """Return all Hugging Face layers of the joined layers that have a target.
-
-    Example: with_joined(["k_proj", "down_proj"]) is ("q_proj", "k_proj", "v_proj", "down_proj").
-    """
-    return tuple(name for joined in JOINED.values() if not set(joined).isdisjoint(targets) for name in joined)
 
 
 def low_rank_terms(

@@ -7,10 +7,9 @@ import torch.distributed as dist
 
 from megatron_stppo.ops import BucketChecksum
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.weights.reshard.merging import Move
 from megatron_stppo.weights.reshard.plan import RowCopy
 from megatron_stppo.weights.reshard.resharder import Resharder
-from megatron_stppo.weights.reshard.staging import Copies
+from megatron_stppo.weights.reshard.staging import Copies, Move
 from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.low_rank import (
     adapted,

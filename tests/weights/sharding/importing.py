@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.sharding.peft_tensors import load_peft
+from megatron_stppo.weights.sharding.hf_checkpoint import load_peft
 from megatron_stppo.weights.sharding.tiles import PADDING, Span
 
 
