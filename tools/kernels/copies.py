@@ -26,38 +26,39 @@ def copy_rows(bench: Bench, cases: Sequence[Copies], cold: bool) -> Iterator[lis
         wide = [torch.randn(rows, width, device=bench.device) for _ in range(count)]
         sources = [x[:, width - columns :] for x in wide]
         targets = [torch.empty(rows, columns, dtype=torch.bfloat16, device=bench.device) for _ in sources]
-        prepared = ops.BucketCopy(sources, targets)
-
-        def fused(
-            _: None, prepared: ops.BucketCopy = prepared, targets: list[Tensor] = targets
-        ) -> list[Tensor]:
-            with implementation("extension"):
-                prepared()
-            return targets
-
-        def anew(_: None, sources: list[Tensor] = sources, targets: list[Tensor] = targets) -> list[Tensor]:
-            with implementation("extension"):
-                ops.BucketCopy(sources, targets)()
-            return targets
-
-        def loop(_: None, sources: list[Tensor] = sources, targets: list[Tensor] = targets) -> list[Tensor]:
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source)
-            return targets
-
-        reference = [source.bfloat16().double() for source in sources]
-        variants = [
-            Variant("fused, prepared", fused, reference=reference, ours=True),
-            Variant("fused, prepared on every call", anew, reference=reference, ours=True),
-            Variant("copy_ loop", loop, reference=reference),
-        ]
         cut = "" if columns == width else f" of {width:,}"
         elements = count * rows * columns
         size = f"{count:,} x [{rows:,}, {columns:,}{cut}]"
-        yield bench.rows("bucket_copy", size, elements, 6 * elements, variants, cold)
+        yield bench.rows("bucket_copy", size, elements, 6 * elements, copy_variants(sources, targets), cold)
         for what, tensors, read in (("as cast", sources, 4), ("as written", targets, 2)):
             summed = checksum_variants(tensors)
             yield bench.rows("bucket_checksum", f"{size} {what}", elements, read * elements, summed, cold)
+
+
+def copy_variants(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> list[Variant]:
+    prepared = ops.BucketCopy(sources, targets)
+
+    def fused(_: None) -> Sequence[Tensor]:
+        with implementation("extension"):
+            prepared()
+        return targets
+
+    def anew(_: None) -> Sequence[Tensor]:
+        with implementation("extension"):
+            ops.BucketCopy(sources, targets)()
+        return targets
+
+    def loop(_: None) -> Sequence[Tensor]:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+        return targets
+
+    reference = [source.bfloat16().double() for source in sources]
+    return [
+        Variant("fused, prepared", fused, reference=reference, ours=True),
+        Variant("fused, prepared on every call", anew, reference=reference, ours=True),
+        Variant("copy_ loop", loop, reference=reference),
+    ]
 
 
 def checksum_variants(tensors: Sequence[Tensor]) -> list[Variant]:

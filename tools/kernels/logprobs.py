@@ -142,60 +142,53 @@ def linear_rows(
     """
     for rows, width, columns, dtype in cases:
         hidden = torch.randn(rows, width, device=bench.device).to(dtype).requires_grad_()
-        weight = (
-            (torch.randn(columns, width, device=bench.device) * 2 / width**0.5).to(dtype).requires_grad_()
-        )
-        kind = str(dtype).removeprefix("torch.") + alone(bench, columns)
-        section = f"linear_loss [{rows:,}, {width:,}] x {columns:,} {kind}"
+        weight = torch.randn(columns, width, device=bench.device) * 2 / width**0.5
+        weight = weight.to(dtype).requires_grad_()
         for part in valid:
-            dead = torch.rand(rows, device=bench.device) >= part
-            target = torch.randint(0, columns, (rows,), device=bench.device)
-            ignoring = target.masked_fill(dead, IGNORED)
-            cotangent = torch.randn(rows, device=bench.device).masked_fill(dead, 0)
-            reference = exact_linear(hidden, weight, target, cotangent)
-            given = (hidden, weight)
-            main = weight.detach().requires_grad_()
-            main.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+            yield _linear_case(bench, hidden, weight, part, cold)
 
-            def loss(
-                _: None,
-                target: Tensor = ignoring,
-                g: Tensor = cotangent,
-                given: Any = given,
-                float32_logits: bool = False,
-                wanted: int = 2,
-            ) -> Any:
-                def of_chunk(one: ops.Chunk) -> tuple[Tensor, Tensor]:
-                    loss = (g[one.first : one.last] * one.logprob).sum()
-                    return loss, one.logprob.detach().sum()[None]
 
-                bounds = ops.chunk_bounds(None, len(target))
-                with implementation("extension"):
-                    total, *_ = ops.linear_loss(
-                        *given, target, bounds, of_chunk, float32_logits=float32_logits
-                    )
-                    return torch.autograd.grad(total, given[:wanted])
+def _linear_case(bench: Bench, hidden: Tensor, weight: Tensor, part: float, cold: bool) -> list[Row]:
+    (rows, width), columns = hidden.shape, len(weight)
+    target = torch.randint(0, columns, (rows,), device=bench.device)
+    dead = torch.rand(rows, device=bench.device) >= part
+    ignoring = target.masked_fill(dead, IGNORED)
+    cotangent = torch.randn(rows, device=bench.device).masked_fill(dead, 0)
+    main = weight.detach().requires_grad_()
+    main.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
 
-            def unfused(_: None, target: Tensor = target, g: Tensor = cotangent, given: Any = given) -> Any:
-                return torch.autograd.grad(gather_logprob_float32(given[0] @ given[1].t(), target), given, g)
+    def of_chunk(chunk: ops.Chunk) -> tuple[Tensor, Tensor]:
+        loss = (cotangent[chunk.first : chunk.last] * chunk.logprob).sum()
+        return loss, chunk.logprob.detach().sum()[None]
 
-            into_main = functools.partial(loss, given=(hidden, main), wanted=1)
-            variants = [
-                Variant("one GEMM", lambda _, given=given: (given[0].detach() @ given[1].detach().t(),)),
-                Variant("linear_loss", loss, reference=reference, ours=True),
-                Variant(INTO_MAIN, into_main, reference=reference[:1], ours=True),
-                Variant("logits, log_softmax + gather", unfused, reference=reference),
-            ]
-            if dtype == torch.bfloat16:  # what training calls with model.head_dtype=auto on a GPU
-                run = functools.partial(loss, float32_logits=True)
-                variants.append(
-                    Variant("linear_loss, logits in float32", run, reference=reference, ours=True)
-                )
-            moved = hidden.element_size() * (3 * rows * width + 3 * columns * width)
-            found = bench.rows(section, f"valid {part:g}", rows, moved, variants, cold)
-            unit = found[0].seconds(bench.device) or 1.0
-            times = [(row.seconds(bench.device) or 0.0) / unit for row in found]
-            yield [replace(row, hidden=width, gemm_times=n) for row, n in zip(found, times, strict=True)]
+    def loss(_: None, into_main: bool = False, **settings: bool) -> Any:
+        head, bounds = main if into_main else weight, ops.chunk_bounds(None, rows)
+        with implementation("extension"):
+            total, *_ = ops.linear_loss(hidden, head, ignoring, bounds, of_chunk, **settings)
+            return torch.autograd.grad(total, hidden if into_main else (hidden, weight))
+
+    def unfused(_: None) -> Any:
+        logprob = gather_logprob_float32(hidden @ weight.t(), target)
+        return torch.autograd.grad(logprob, (hidden, weight), cotangent)
+
+    into_main = functools.partial(loss, into_main=True)
+    reference = exact_linear(hidden, weight, target, cotangent)
+    variants = [
+        Variant("one GEMM", lambda _: (hidden.detach() @ weight.detach().t(),)),
+        Variant("linear_loss", loss, reference=reference, ours=True),
+        Variant(INTO_MAIN, into_main, reference=reference[:1], ours=True),
+        Variant("logits, log_softmax + gather", unfused, reference=reference),
+    ]
+    if hidden.dtype == torch.bfloat16:  # what training calls with model.head_dtype=auto on a GPU
+        wide = functools.partial(loss, float32_logits=True)
+        variants.append(Variant("linear_loss, logits in float32", wide, reference=reference, ours=True))
+    kind = str(hidden.dtype).removeprefix("torch.") + alone(bench, columns)
+    section = f"linear_loss [{rows:,}, {width:,}] x {columns:,} {kind}"
+    moved = hidden.element_size() * 3 * width * (rows + columns)
+    found = bench.rows(section, f"valid {part:g}", rows, moved, variants, cold)
+    unit = found[0].seconds(bench.device) or 1.0
+    times = [(row.seconds(bench.device) or 0.0) / unit for row in found]
+    return [replace(row, hidden=width, gemm_times=n) for row, n in zip(found, times, strict=True)]
 
 
 def exact_linear(hidden: Tensor, weight: Tensor, target: Tensor, cotangent: Tensor) -> list[Tensor | None]:
