@@ -79,7 +79,8 @@ class Side:
         cases = {name: self._case(name, 2, *SHORT, *SMALL, *fields) for name, fields in LAYOUTS.items()}
         ended = shutil.ignore_patterns("exported", "exit.json", "step_3")
         runs = self.folder / "runs"
-        if not (runs / "resumed").exists():  # the last iteration again, from the checkpoint before it
+        if not (runs / "resumed" / "exported").exists():  # the last iteration, from the checkpoint before it
+            shutil.rmtree(runs / "resumed", ignore_errors=True)
             shutil.copytree(runs / "data", runs / "resumed", ignore=ended)
         cases["resumed"] = self._case("resumed", 2, *SHORT, *SMALL, *LAYOUTS["data"], "--resume")
         return cases | {"study": self._case("study", 1, *STALE)}
