@@ -13,7 +13,7 @@ from megatron_stppo.commands.open_run import File, Overrides, command_group, exa
 
 if TYPE_CHECKING:  # --help must not import torch
     from megatron_stppo.config import Config
-    from megatron_stppo.plan.sharing import RecordedBatch
+    from megatron_stppo.plan.work import RecordedBatch
 
 commands = command_group()
 
@@ -87,7 +87,7 @@ def _recorded(config: Config, folder: Path) -> RecordedBatch:
 
     Raises ConfigError."""
     from megatron_stppo.data.division import minibatches
-    from megatron_stppo.plan.sharing import RecordedBatch, newest_batch
+    from megatron_stppo.plan.work import RecordedBatch, newest_batch
 
     rollout, count = config.rollout, config.update.minibatches
     batch, episodes = newest_batch(folder, rollout.tasks_per_iteration * rollout.samples_per_task)

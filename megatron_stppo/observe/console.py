@@ -28,6 +28,8 @@ COLUMNS = {
     "seconds": "{:.1f} s",
 }
 ERRORS = {"reward/mean": "reward/standard_error", "evaluate/exact_match": "evaluate/standard_error"}
+# A column that is left out where it equals another one, which has an error.
+SAME = {"rollout/exact_match": "reward/mean", "evaluate/reward": "evaluate/exact_match"}
 EXPLAINED, LOWEST = "critic/explained_variance", -10.0
 FAILED = ("outcome/error", "outcome/timeout")
 SERVED = "serving/replicas"  # a column of asynchronous runs only
@@ -64,13 +66,15 @@ def explained(variance: float, digits: int = 3) -> str:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return the row's COLUMNS in their order. None (a value that is not finite) becomes nan."""
-    given = dict(row)
+    """Return the row's COLUMNS in their order, without those of SAME. None (not finite) becomes nan."""
+    values = {name: value for name, value in row.items() if name not in SAME or value != row.get(SAME[name])}
     if FAILED[0] in row:
-        given["failed"] = sum(row[name] for name in FAILED)
+        values["failed"] = sum(row[name] for name in FAILED)
     if SERVED in row:  # colocated rollouts are never stale
-        given["staleness"] = row["rollout/staleness"]
-    shown = {name: float("nan") if given[name] is None else given[name] for name in COLUMNS if name in given}
+        values["staleness"] = row["rollout/staleness"]
+    shown = {
+        name: float("nan") if values[name] is None else values[name] for name in COLUMNS if name in values
+    }
     texts = {name: COLUMNS[name].format(value) for name, value in shown.items()}
     if EXPLAINED in shown:
         texts[EXPLAINED] = f"critic explains {explained(shown[EXPLAINED], 2)}"

@@ -1,4 +1,4 @@
-"""What a forecast assumes: names, defaults and meanings as data, and how a user replaces them.
+"""What a plan assumes: the GPU, and the numbers of a forecast as data, which a user may replace. The GPU's peak rates are the manufacturer's; none of them was measured.
 
 Does not import torch.
 """
@@ -12,6 +12,45 @@ from dataclasses import dataclass
 from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory: int  # bytes that torch can allocate
+    reserve: int  # of these, bytes that are not available to tensors
+    flops: float  # per second
+    memory_rate: float  # bytes per second
+    node_rate: float  # bytes per second to GPUs of its node, one way
+    network_rate: float  # bytes per second of a whole node to other nodes, one way
+    per_node: int  # GPUs of a node
+    is_cuda: bool  # whether the model uses the code paths for CUDA
+    sources: tuple[str, ...]
+
+    @property
+    def usable(self) -> int:
+        return self.memory - self.reserve
+
+
+H100 = Gpu(
+    name="H100 80GB",
+    memory=int(79.1 * GIB),
+    reserve=int(8 * GIB),
+    flops=989e12,
+    memory_rate=3.35e12,
+    node_rate=450e9,
+    network_rate=400e9,
+    per_node=8,
+    is_cuda=True,
+    sources=(
+        "989 TFLOP/s dense bfloat16, 3.35 TB/s, NVLink 450 GB/s each way: NVIDIA's H100 SXM5 data sheet",
+        "400 GB/s per node of 8 each way: eight 400 Gb/s adapters (NVIDIA's DGX H100 data sheet)",
+        "8 of 79.1 GiB for memory outside tensors: megatron's communicators on 8 H100 hold 7 GB per rank, "
+        "with experts 9.5 (verl's pull request 6408); CUDA, a sleeping engine's graphs, fragmentation",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -61,11 +100,11 @@ def read(config: Config, overrides: Iterable[str]) -> dict[str, float]:
 
     Raises ConfigError for an unknown name, or a value that is out of range.
     """
-    found = {name: one.default(config) for name, one in ALL.items()}
+    values = {name: assumption.default(config) for name, assumption in ALL.items()}
     for override in overrides:
         name, _, text = override.partition("=")
-        if name not in found:
-            hint = did_you_mean(name, found, "--assume {}=VALUE") or f"choose from {', '.join(found)}"
+        if name not in values:
+            hint = did_you_mean(name, values, "--assume {}=VALUE") or f"choose from {', '.join(values)}"
             raise ConfigError(f"--assume {override}: there is no assumption {name!r}; {hint}")
         try:
             value = float(text)
@@ -74,30 +113,30 @@ def read(config: Config, overrides: Iterable[str]) -> dict[str, float]:
         if not 0 < value <= ALL[name].most or math.isinf(value):
             most = "" if math.isinf(ALL[name].most) else f" and at most {ALL[name].most:g}"
             raise ConfigError(f"--assume {override}: {text!r} is not a number above 0{most}")
-        found[name] = value
-    if found["tool_seconds_p99"] < found["tool_seconds"]:
+        values[name] = value
+    if values["tool_seconds_p99"] < values["tool_seconds"]:
         raise ConfigError(
-            f"--assume tool_seconds_p99={found['tool_seconds_p99']:g}: is below the median "
-            f"tool_seconds={found['tool_seconds']:g}; give both"
+            f"--assume tool_seconds_p99={values['tool_seconds_p99']:g}: is below the median "
+            f"tool_seconds={values['tool_seconds']:g}; give both"
         )
-    return found
+    return values
 
 
-def lengths(config: Config, given: Mapping[str, float]) -> DrawnLengths:
+def lengths(config: Config, assumed: Mapping[str, float]) -> DrawnLengths:
     """Return the assumed lengths of episodes."""
     prompt, turn = config.rollout.max_prompt_tokens, config.rollout.max_turn_tokens
     return DrawnLengths(
-        prompt=_up_to(given["prompt_tokens"], prompt),
-        turns=LogNormal(given["turns"], given["turns"]),
-        turn=_up_to(given["turn_tokens"], turn),
-        observation=LogNormal(given["observation_tokens"], given["observation_tokens"]),
+        prompt=_up_to(assumed["prompt_tokens"], prompt),
+        turns=LogNormal(assumed["turns"], assumed["turns"]),
+        turn=_up_to(assumed["turn_tokens"], turn),
+        observation=LogNormal(assumed["observation_tokens"], assumed["observation_tokens"]),
         context=config.max_context,
     )
 
 
-def tools(config: Config, given: Mapping[str, float]) -> ToolTimes:
+def tools(config: Config, assumed: Mapping[str, float]) -> ToolTimes:
     """Return the assumed times of tools."""
-    calls = LogNormal(given["tool_seconds"], given["tool_seconds_p99"], config.environment.deadline)
+    calls = LogNormal(assumed["tool_seconds"], assumed["tool_seconds_p99"], config.environment.deadline)
     return ToolTimes(calls, at_once=config.environment.concurrency)
 
 

@@ -17,13 +17,20 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Offload
 from megatron_stppo.model.pipeline import packer_of
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.plan.assumptions import H100, Gpu
 from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
-from megatron_stppo.plan.hardware import H100, Gpu
 from megatron_stppo.plan.memory import RankModels
-from megatron_stppo.plan.sharing import RecordedBatch, Sharing
 from megatron_stppo.plan.times import Bounds, bounds
 from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse, broken
-from megatron_stppo.plan.work import Kind, Work, fullest_microbatch, kinds, standing_at
+from megatron_stppo.plan.work import (
+    Kind,
+    RecordedBatch,
+    Sharing,
+    Work,
+    fullest_microbatch,
+    kinds,
+    standing_at,
+)
 from megatron_stppo.weights.reshard.resharder import mismatch
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, serving_spans, training_layouts
@@ -70,9 +77,9 @@ def training_use(
     for kind in kinds(layout, training):
         with standing_at(kind.rank, gpus, config) as mesh:
             packer = packer_of(config, shape, mesh)
-            work, tokens, found = _of_kind(config, shape, packer, dtype, kind, training[kind.rank], gpu)
-            stages += found
-    stages.sort(key=lambda one: one.stage)
+            work, tokens, of_kind = _of_kind(config, shape, packer, dtype, kind, training[kind.rank], gpu)
+            stages += of_kind
+    stages.sort(key=lambda stage: stage.stage)
     sharing = Sharing.of(config, packer, source)
     return TrainingUse(config, layout, spec, dtype, training, work, tokens, sharing, tuple(stages))
 
@@ -110,7 +117,7 @@ def engine_use(config: Config, shape: ModelShape, gpu: Gpu) -> EngineUse:
     """Return the memory of the GPU of an engine that needs most. Adapters are not counted."""
     tensor, size, widths = config.engine_tensor, planned_dtype(config).itemsize, row_widths(shape)
     shards = [serving_spans(shape, tensor, rank) for rank in range(tensor)]
-    weights = max(shard_bytes(one, widths, size) for one in shards)
+    weights = max(shard_bytes(spans, widths, size) for spans in shards)
     return EngineUse.of(config, shape, weights, size, gpu)
 
 

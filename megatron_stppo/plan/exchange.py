@@ -12,7 +12,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.hardware import Gpu
+from megatron_stppo.plan.assumptions import Gpu
 from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, lower_bound, plan_copies
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.tiles import PADDING, Spans

@@ -157,12 +157,12 @@ class RankModels:
             gradients=gradients,
             optimizer=optimizer,
             scoring=scoring,
-            kept=tuple(one.kept for one in passes),
-            working=max(one.peak for one in passes),
+            kept=tuple(p.kept for p in passes),
+            working=max(p.peak for p in passes),
             stepping=self._step(trainer),
             set_aside=self._set_aside(trainer) if corrects else 0,
             score_flop=score_flop,
-            update_flop=sum(one.flop for one in passes),
+            update_flop=sum(p.flop for p in passes),
         )
 
     def _score(self, chunks: Sequence[torch.nn.Module], role: build.Role) -> tuple[int, int]:

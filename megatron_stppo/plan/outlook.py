@@ -13,13 +13,13 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.ledger import Terms
 from megatron_stppo.observe import trajectory_log
 from megatron_stppo.observe.run_files import recorded
+from megatron_stppo.plan.assumptions import H100, Gpu
 from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
-from megatron_stppo.plan.hardware import H100, Gpu
-from megatron_stppo.plan.sharing import RecordedBatch
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
 from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Workload
-from megatron_stppo.plan.times import engine_speed, passing_seconds, trainer_speed, transfer_seconds
+from megatron_stppo.plan.times import engine_speed, sending_seconds, trainer_speed
 from megatron_stppo.plan.usage import EngineUse, TrainingUse, broken, serving_limit
+from megatron_stppo.plan.work import RecordedBatch
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 ITERATIONS = 8  # simulated and measured
@@ -47,7 +47,7 @@ class Outlook:
     @property
     def best(self) -> Split | None:
         """The split with most tokens per second."""
-        return max(self.splits, key=lambda one: one.forecast.tokens_per_second, default=None)
+        return max(self.splits, key=lambda split: split.forecast.tokens_per_second, default=None)
 
     @property
     def gain(self) -> float | None:
@@ -64,16 +64,16 @@ class Planner:
         self,
         config: Config,
         work: Workload,
-        given: Mapping[str, float],
+        assumed: Mapping[str, float],
         gpu: Gpu = H100,
         source: RecordedBatch | None = None,
     ) -> None:
-        """given: the assumptions, by name. source: trajectories on which shared prefixes are measured."""
-        self.config, self.work, self.given, self.gpu, self.source = config, work, given, gpu, source
+        """assumed: the assumptions, by name. source: trajectories on which shared prefixes are measured."""
+        self.config, self.work, self.assumed, self.gpu, self.source = config, work, assumed, gpu, source
         self.shape = read_shape(config.model.path)
         self.batch = config.rollout.tasks_per_iteration * config.rollout.samples_per_task  # episodes
         self.concurrency = config.serving.concurrency or config.rollout.max_sequences  # per replica
-        self._serving = config.changed(rollout={"gpu_memory_utilization": given["replica_memory"]})
+        self._serving = config.changed(rollout={"gpu_memory_utilization": assumed["replica_memory"]})
         self._uses: dict[int, TrainingUse] = {}
 
     @cached_property
@@ -104,27 +104,27 @@ class Planner:
 
     def _apart(self, trainer: int, replicas: int) -> Split:
         """Return the forecast of asynchronous training."""
-        config, use, gpu, given = self.config, self._use(trainer), self.gpu, self.given
+        config, use, gpu, assumed = self.config, self._use(trainer), self.gpu, self.assumed
         rollout, serving, tensor = config.rollout, config.serving, config.engine_tensor
         run = AsynchronousRun(
             self.work,
             Terms(
                 rollout.tasks_per_iteration, rollout.samples_per_task, serving.max_staleness, serving.order
             ),
-            engine_speed(config, self.shape, self._replica, self.tokens, gpu, given),
-            trainer_speed(use, self.tokens, gpu, given),
+            engine_speed(config, self.shape, self._replica, self.tokens, gpu, assumed),
+            trainer_speed(use, self.tokens, gpu, assumed),
             replicas,
             self.concurrency,
             serving.update,
-            transfer_seconds(use, self.shape, tensor, gpu, given),
-            passing_seconds(use, self.shape, tensor, gpu, given),
+            sending_seconds(use, self.shape, tensor, gpu, assumed),
+            sending_seconds(use, self.shape, tensor, gpu, assumed, from_replica=True),
         )
         window = Window(3 + serving.max_staleness, ITERATIONS)
         return Split(trainer, replicas, tensor, simulate(run, window))
 
     def _together(self, gpus: int, left_out: list[str]) -> Forecast | None:
         """Return the forecast of colocated training, or None if it does not fit."""
-        use, given = self._use(gpus), self.given
+        use, assumed = self._use(gpus), self.assumed
         made = plan_of(use, self.shape, self.gpu)
         if made.broken:
             left_out.append(f"colocated: {made.broken[0]}")
@@ -132,11 +132,11 @@ class Planner:
         run = AsynchronousRun(
             self.work,
             Terms(self.batch),
-            engine_speed(self.config, self.shape, made.engine, self.tokens, self.gpu, given),
-            trainer_speed(use, self.tokens, self.gpu, given),
+            engine_speed(self.config, self.shape, made.engine, self.tokens, self.gpu, assumed),
+            trainer_speed(use, self.tokens, self.gpu, assumed),
             gpus // self.config.engine_tensor,
             self.batch,
-            publish=made.exchange.seconds / given["network_share"] + given["switch_seconds"],
+            publish=made.exchange.seconds / assumed["network_share"] + assumed["switch_seconds"],
             overlap=self.config.rollout.overlap_tools,
         )
         return simulate(run, Window(0, ITERATIONS))
@@ -157,10 +157,10 @@ def recorded_lengths(folder: Path) -> RecordedLengths:
     numbers = recorded(folder)[-8:]
     if not numbers:
         raise ConfigError(f"--from={folder}: holds no trajectories/; give the folder of a run, as runs/NAME")
-    found = [_sizes(one) for number in numbers for one in trajectory_log.read(folder, number) if one.turns]
-    if not found:
+    sizes = [_sizes(t) for number in numbers for t in trajectory_log.read(folder, number) if t.turns]
+    if not sizes:
         raise ConfigError(f"--from={folder}: no episode of its last iterations has a turn; give another run")
-    return RecordedLengths(tuple(found))
+    return RecordedLengths(tuple(sizes))
 
 
 def _sizes(trajectory: Trajectory) -> Sizes:

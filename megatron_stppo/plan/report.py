@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_stppo.plan.assumptions import ALL, OF_LENGTHS
+from megatron_stppo.plan.assumptions import ALL, GIB, OF_LENGTHS
 from megatron_stppo.plan.dry_run import Plan
-from megatron_stppo.plan.hardware import GIB
 from megatron_stppo.plan.outlook import Outlook, Planner
 
 
@@ -30,8 +29,8 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         "work": asdict(use.work) | {"microbatch_tokens": use.microbatch_tokens},
         "engine": asdict(plan.engine) | {"cached_tokens": plan.engine.cached_tokens},
         "stages": [
-            asdict(one) | {"phases": one.phases(*plan.beside), "totals": one.totals(*plan.beside)}
-            for one in use.stages
+            asdict(stage) | {"phases": stage.phases(*plan.beside), "totals": stage.totals(*plan.beside)}
+            for stage in use.stages
         ],
         "reshard": asdict(plan.exchange),
         "host": asdict(plan.host),
@@ -46,7 +45,7 @@ def write_plan(plan: Plan, in_json: bool) -> None:
     if in_json:
         print(json.dumps(plan_as_json(plan), indent=1))
         return
-    fullest = max(plan.use.stages, key=lambda one: max(one.totals(*plan.beside).values()))
+    fullest = max(plan.use.stages, key=lambda stage: max(stage.totals(*plan.beside).values()))
     phases, totals = fullest.phases(*plan.beside), fullest.totals(*plan.beside)
     table = _table("", *phases)
     for item in dict.fromkeys(item for items in phases.values() for item in items):
@@ -130,8 +129,8 @@ def write_outlooks(
     sharing was not counted.
     """
     if in_json:
-        found = [asdict(one) | {"best": one.best and asdict(one.best), "gain": one.gain} for one in outlooks]
-        print(json.dumps({"assumed": dict(planner.given), "outlooks": found}, indent=1))
+        values = [asdict(o) | {"best": o.best and asdict(o.best), "gain": o.gain} for o in outlooks]
+        print(json.dumps({"assumed": dict(planner.assumed), "outlooks": values}, indent=1))
         return
     console = _console()
     console.print(
@@ -139,49 +138,52 @@ def write_outlooks(
         f"episodes in progress per replica; {planner.gpu.name}",
         soft_wrap=True,
     )
-    for one in outlooks:
-        if one.splits or one.together is not None:
-            console.print(f"{one.gpus} GPUs", _splits(one, planner.config.serving.replicas), sep="\n")
-        for line in (*one.left_out, *verdict(one)):
+    for outlook in outlooks:
+        if outlook.splits or outlook.together is not None:
+            console.print(f"{outlook.gpus} GPUs", _splits(outlook, planner.config.serving.replicas), sep="\n")
+        for line in (*outlook.left_out, *verdict(outlook)):
             console.print(line, soft_wrap=True)
     if lengths_from:
         console.print(f"lengths and shared prefixes: those of {lengths_from}", soft_wrap=True)
-    for name, value in planner.given.items():
+    for name, value in planner.assumed.items():
         if lengths_from is None or name not in OF_LENGTHS:
             console.print(f"assumed: {name}={value:g} {ALL[name].meaning}", soft_wrap=True)
     for source in ("a step's times for weights, keys and values, and FLOP add up", *planner.gpu.sources):
         console.print(f"assumed: {source}", soft_wrap=True)
 
 
-def _splits(one: Outlook, configured: int | None) -> Table:
+def _splits(outlook: Outlook, configured: int | None) -> Table:
     """Return a row for colocated training, and one for each split."""
     columns = ("replicas", "seconds", "tokens/s", "trainer\nwaits", "sends\nweights", "replicas\nidle")
     table = _table("training", *columns, "staleness", "")
-    rows = [("colocated", "", one.together, "")] if one.together else []
-    for each in one.splits:
-        marks = ["best"] * (each is one.best) + ["configured"] * (each.replicas == configured)
-        rows.append((str(each.trainer), f"{each.replicas} x {each.tensor}", each.forecast, ", ".join(marks)))
-    for training, replicas, found, marked in rows:
+    rows = [("colocated", "", outlook.together, "")] if outlook.together else []
+    for split in outlook.splits:
+        marks = ["best"] * (split is outlook.best) + ["configured"] * (split.replicas == configured)
+        rows.append(
+            (str(split.trainer), f"{split.replicas} x {split.tensor}", split.forecast, ", ".join(marks))
+        )
+    for training, replicas, forecast, marked in rows:
         table.add_row(
             training,
             replicas,
-            f"{found.iteration_seconds:.1f}",
-            f"{found.tokens_per_second:.0f}",
-            f"{found.waiting / found.iteration_seconds:.0%}",
-            f"{found.publishing / found.iteration_seconds:.0%}",
-            f"{found.replica_idle:.0%}",
-            f"{found.staleness_mean:.1f} (max {max(found.staleness)})",
+            f"{forecast.iteration_seconds:.1f}",
+            f"{forecast.tokens_per_second:.0f}",
+            f"{forecast.waiting / forecast.iteration_seconds:.0%}",
+            f"{forecast.publishing / forecast.iteration_seconds:.0%}",
+            f"{forecast.replica_idle:.0%}",
+            f"{forecast.staleness_mean:.1f} (max {max(forecast.staleness)})",
             marked,
         )
     return table
 
 
-def verdict(one: Outlook) -> Iterator[str]:
+def verdict(outlook: Outlook) -> Iterator[str]:
     """Yield what follows from the forecasts, in sentences."""
-    if one.best is None:
-        yield f"{one.gpus} GPUs: asynchronous training is not possible"
+    if outlook.best is None:
+        yield f"{outlook.gpus} GPUs: asynchronous training is not possible"
         return
-    if one.gain is not None:
-        yield f"{one.gpus} GPUs: asynchronous training is {one.gain:.2f} times as fast as colocated training"
-    if (waiting := one.best.forecast.calls_waiting) > 1:
+    if outlook.gain is not None:
+        times = f"{outlook.gain:.2f} times as fast as colocated training"
+        yield f"{outlook.gpus} GPUs: asynchronous training is {times}"
+    if (waiting := outlook.best.forecast.calls_waiting) > 1:
         yield f"{waiting:.0f} calls of tools per replica wait for a place: raise environment.concurrency"

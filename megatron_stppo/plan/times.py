@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 from megatron_stppo.config import Config
 from megatron_stppo.observe.throughput import forward_flop
+from megatron_stppo.plan.assumptions import Gpu
 from megatron_stppo.plan.exchange import exchange, layers_to_plan
-from megatron_stppo.plan.hardware import Gpu
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
 from megatron_stppo.plan.usage import EngineUse, StageUse, TrainingUse
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import served_adapters, transfer
 from megatron_stppo.weights.sharding.spans import serving_spans
-from megatron_stppo.weights.sharding.tiles import Spans
 
 
 @dataclass(frozen=True)
@@ -61,9 +60,9 @@ def _microbatch_flop(config: Config, stages: Sequence[StageUse]) -> tuple[int, i
         "actor": 2 if config.algorithm.correction == "gradient" else 1,
         "critic": config.update.critic_steps,
     }
-    scored = max(sum(one.models[role].score_flop for role in one.scored) for one in stages)
+    scored = max(sum(stage.models[role].score_flop for role in stage.scored) for stage in stages)
     updated = max(
-        sum(use.update_flop * passes.get(role, 1) for role, use in one.models.items()) for one in stages
+        sum(use.update_flop * passes.get(role, 1) for role, use in stage.models.items()) for stage in stages
     )
     return scored, updated
 
@@ -87,7 +86,12 @@ def _rollout(use: TrainingUse, shape: ModelShape, engine: EngineUse, gpu: Gpu) -
 
 
 def engine_speed(
-    config: Config, shape: ModelShape, engine: EngineUse, tokens: float, gpu: Gpu, given: Mapping[str, float]
+    config: Config,
+    shape: ModelShape,
+    engine: EngineUse,
+    tokens: float,
+    gpu: Gpu,
+    assumed: Mapping[str, float],
 ) -> EngineSpeed:
     """Return the speed of an engine on rollout.engine_tensor GPUs.
 
@@ -96,13 +100,13 @@ def engine_speed(
     episode, of which half are the context of an average token.
     """
     half = max(1, round(tokens / 2))
-    rate = given["engine_share"] * gpu.flops * config.engine_tensor
-    bandwidth = given["memory_share"] * gpu.memory_rate
+    rate = assumed["engine_share"] * gpu.flops * config.engine_tensor
+    bandwidth = assumed["memory_share"] * gpu.memory_rate
     # a key that a token attends to costs little FLOP; half an episode has the mean number of them
     trunk = forward_flop(shape, [2 * half]) / (2 * half)
     head = 2 * shape.hidden * shape.vocab
     return EngineSpeed(
-        step=given["step_seconds"] + engine.weights / bandwidth,
+        step=assumed["step_seconds"] + engine.weights / bandwidth,
         sequence=(trunk + head) / rate + 2 * engine.state / bandwidth,
         prefill=trunk / rate,
         context=engine.cache_per_token / bandwidth,
@@ -110,7 +114,7 @@ def engine_speed(
     )
 
 
-def trainer_speed(use: TrainingUse, tokens: float, gpu: Gpu, given: Mapping[str, float]) -> TrainerSpeed:
+def trainer_speed(use: TrainingUse, tokens: float, gpu: Gpu, assumed: Mapping[str, float]) -> TrainerSpeed:
     """Return the speed of score and update on the GPUs of `use`.
 
     The FLOP per token are those of episodes of the greatest length. tokens: mean tokens of an episode, which
@@ -122,37 +126,25 @@ def trainer_speed(use: TrainingUse, tokens: float, gpu: Gpu, given: Mapping[str,
     bubble = 1 + (layout.pipeline - 1) / (layout.virtual * max(1.0, mine / use.microbatch_tokens))
     score, update = _microbatch_flop(config, use.stages)
     flop = (score + update * config.update.epochs) / use.microbatch_tokens  # of a rank, for its tokens
-    return TrainerSpeed(0.0, flop * own * bubble / (given["training_share"] * gpu.flops))
+    return TrainerSpeed(0.0, flop * own * bubble / (assumed["training_share"] * gpu.flops))
 
 
-def transfer_seconds(
-    use: TrainingUse, shape: ModelShape, tensor: int, gpu: Gpu, given: Mapping[str, float]
-) -> float:
-    """Return the seconds to send an update from the trainer to one replica of `tensor` other GPUs."""
-    return _sending(use, shape, use.spans, tensor, gpu, given)
-
-
-def passing_seconds(
-    use: TrainingUse, shape: ModelShape, tensor: int, gpu: Gpu, given: Mapping[str, float]
-) -> float:
-    """Return the seconds to send an update from one replica of `tensor` GPUs to another one."""
-    replica = {rank: serving_spans(shape, tensor, rank) for rank in range(tensor)}
-    return _sending(use, shape, replica, tensor, gpu, given, from_engine=True)
-
-
-def _sending(
+def sending_seconds(
     use: TrainingUse,
     shape: ModelShape,
-    sources: Mapping[int, Spans],
     tensor: int,
     gpu: Gpu,
-    given: Mapping[str, float],
-    from_engine: bool = False,
+    assumed: Mapping[str, float],
+    from_replica: bool = False,
 ) -> float:
+    """Return the seconds to send an update from the trainer, or from a replica, to a replica of `tensor` GPUs
+    on another node."""
+    engine = [serving_spans(shape, tensor, rank) for rank in range(tensor)]
+    sources = dict(enumerate(engine)) if from_replica else use.spans
     first = -(-len(sources) // gpu.per_node) * gpu.per_node  # on another node than the last source
-    replica = {first + rank: serving_spans(shape, tensor, rank) for rank in range(tensor)}
+    replica = {first + rank: spans for rank, spans in enumerate(engine)}
     adapters = served_adapters(use.config.model.lora, shape)
-    rows = transfer(shape, sources, replica, adapters, from_engine)
+    rows = transfer(shape, sources, replica, adapters, from_replica)
     alike, size = layers_to_plan(shape, use.layout), use.dtype.itemsize
     moves = exchange(*rows[:3], alike, size, gpu, rows.changed)
-    return moves.seconds / given["network_share"]
+    return moves.seconds / assumed["network_share"]

@@ -12,10 +12,9 @@ import torch
 from megatron_stppo.config import Config
 from megatron_stppo.model.offload import MAY_LEAVE, NEEDED, Offload, Phase
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.hardware import GIB, Gpu
+from megatron_stppo.plan.assumptions import GIB, Gpu
 from megatron_stppo.plan.memory import ModelUse
-from megatron_stppo.plan.sharing import Sharing
-from megatron_stppo.plan.work import Work
+from megatron_stppo.plan.work import Sharing, Work
 from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes
 from megatron_stppo.weights.sharding.tiles import Spans
@@ -187,7 +186,7 @@ def broken(use: TrainingUse, gpu: Gpu, engine: EngineUse = NO_ENGINE, staging: i
         serves = ("rollout", "reshard")
     offload = use.config.update.offload
     for phase in (*serves, "score", "update"):
-        fullest = max(use.stages, key=lambda one: one.totals(engine, staging, offload)[phase])
+        fullest = max(use.stages, key=lambda stage: stage.totals(engine, staging, offload)[phase])
         taken = fullest.totals(engine, staging, offload)[phase]
         if taken > gpu.usable:
             where = f" of pipeline stage {fullest.stage}" if use.layout.pipeline > 1 else ""

@@ -45,6 +45,13 @@ def test_a_mean_is_shown_with_its_standard_error() -> None:
     assert "held-out exact match 0.500, " in shown
 
 
+def test_a_reward_that_is_the_exact_match_is_shown_once() -> None:
+    row = ROW | {"rollout/exact_match": 0.266, "reward/mean": 0.266}
+    assert line(row).startswith("reward 0.266, failed 3")
+    same = {"evaluate/reward": 0.5, "evaluate/exact_match": 0.5, "evaluate/standard_error": 0.1}
+    assert line(same) == "held-out exact match 0.500 ± 0.1"
+
+
 def test_an_explained_variance_without_a_meaning_is_not_shown_as_a_number() -> None:
     of = "critic/explained_variance"
     assert line({of: -354.84}) == "critic explains < -10"

@@ -67,8 +67,8 @@ def planned(cases: list[Any], gpus: int) -> list[list[dict[str, int]]]:
     """Return the same numbers for every rank, from plans. Runs in the planner of conftest.py."""
     from dataclasses import replace
 
+    from megatron_stppo.plan.assumptions import H100
     from megatron_stppo.plan.dry_run import plan
-    from megatron_stppo.plan.hardware import H100
 
     host = replace(H100, name="CPU", is_cuda=False)
     found = []

@@ -30,8 +30,8 @@ def outlook(folder: str, gpus: int, trainers: tuple[int, ...], assume: tuple[str
 def trainer_seconds(folder: str) -> tuple[float, float]:
     """Return the seconds for a batch of full episodes at the peak rate, and those of the plan's bounds."""
     from megatron_stppo.plan import assumptions
+    from megatron_stppo.plan.assumptions import H100
     from megatron_stppo.plan.dry_run import plan, training_use
-    from megatron_stppo.plan.hardware import H100
     from megatron_stppo.plan.times import trainer_speed
     from megatron_stppo.weights.sharding.hf_names import read_shape
 

@@ -43,8 +43,8 @@ def warm_ups(pipeline: int, virtual: int, microbatches: int) -> list[tuple[list[
 
 def limits(folder: str) -> dict[str, list[str]]:
     """Return the broken limits on GPUs with decreasing memory."""
+    from megatron_stppo.plan.assumptions import H100
     from megatron_stppo.plan.dry_run import plan
-    from megatron_stppo.plan.hardware import H100
     from megatron_stppo.plan.usage import broken
 
     config = settings(folder, {"dtype": "auto"}, {"tensor": 2, "sequence": True})
@@ -87,8 +87,8 @@ def sharing(
     of update and of the simulated trainer with it and without."""
     from megatron_stppo.commands.plan import _recorded
     from megatron_stppo.plan import assumptions
+    from megatron_stppo.plan.assumptions import H100
     from megatron_stppo.plan.dry_run import plan
-    from megatron_stppo.plan.hardware import H100
     from megatron_stppo.plan.times import trainer_speed
 
     config = settings(folder, {"dtype": "auto"}, parallel or {})
@@ -184,7 +184,7 @@ def teachers(folder: str, others: tuple[str, ...]) -> list[tuple[int, int, int]]
 def newest(source: str, episodes: int) -> tuple[int, str]:
     """Return how many trajectories the first `episodes` episodes of the last iteration have, and how many
     episodes these are, as text."""
-    from megatron_stppo.plan.sharing import newest_batch
+    from megatron_stppo.plan.work import newest_batch
 
     batch, found = newest_batch(Path(source), episodes)
     return len(batch.live_N), f"{found}"

@@ -100,7 +100,7 @@ def shared(model: str, folder: str, parallel: dict[str, Any]) -> tuple[float, fl
     from megatron_stppo.base.types import EstimatedBatch, Task, Trajectory, Turn
     from megatron_stppo.data.division import minibatches
     from megatron_stppo.data.packing import to_batch
-    from megatron_stppo.plan.sharing import RecordedBatch, Sharing
+    from megatron_stppo.plan.work import RecordedBatch, Sharing
     from megatron_stppo.training.stages import divided, score, update
 
     task, played = Task("t", (), ("a",), "train", 0), list[Trajectory]()
