@@ -1,6 +1,6 @@
-"""What a plan assumes: the GPU, and the numbers of a forecast as data, which a user may replace. The GPU's peak rates are the manufacturer's; none of them was measured.
+"""What a plan assumes: the GPU, and the numbers of a forecast as data, which a user may replace.
 
-Does not import torch.
+The GPU's peak rates are the manufacturer's; none of them was measured. Does not import torch.
 """
 
 from __future__ import annotations
