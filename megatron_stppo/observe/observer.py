@@ -110,8 +110,8 @@ def over_gpus(readings: Sequence[dict[str, float]]) -> dict[str, float]:
 
     Example: [{"watts": 600.0}, {"watts": 700.0}, {}] gives {"gpu/watts": 650.0}.
     """
-    found = {name: [one[name] for one in readings if name in one] for name in OVER_GPUS}
-    return {f"gpu/{name}": OVER_GPUS[name](values) for name, values in found.items() if values}
+    values = {name: [of_gpu[name] for of_gpu in readings if name in of_gpu] for name in OVER_GPUS}
+    return {f"gpu/{name}": OVER_GPUS[name](known) for name, known in values.items() if known}
 
 
 def profiled(iterations: Iterable[int], window: tuple[int, int] | None, folder: Path) -> Iterator[int]:

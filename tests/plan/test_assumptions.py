@@ -9,6 +9,7 @@ import pytest
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
+from megatron_stppo.observe.throughput import PEAK_FLOPS
 from megatron_stppo.plan import assumptions
 from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes, Workload
 from megatron_stppo.validation.splits import candidates
@@ -21,6 +22,10 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
     """32B: a layout of 16 GPUs, engines of 8, 1,024 trajectories in 2 minibatches."""
     monkeypatch.chdir(EXAMPLES.parent)
     return load(EXAMPLES / "qwen2.5-32b" / "config.yaml")
+
+
+def test_the_planned_gpu_has_the_peak_with_which_mfu_is_computed() -> None:
+    assert assumptions.H100.flops == PEAK_FLOPS["NVIDIA H100 80GB HBM3"]
 
 
 def test_a_log_normal_distribution_has_its_median_and_99_percent_quantile() -> None:
