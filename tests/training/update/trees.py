@@ -19,7 +19,7 @@ def observe(model: str, parallel: dict[str, Any], budget: int) -> dict[str, Any]
 
     from megatron_stppo.config import Config
     from megatron_stppo.model import build
-    from megatron_stppo.model.pipeline import _run, packer_of
+    from megatron_stppo.model.pipeline import forward_backward, packer_of
     from megatron_stppo.parallel import groups
     from megatron_stppo.weights.sharding.hf_names import read_shape
     from tests.training.update.layouts import batch
@@ -49,7 +49,7 @@ def observe(model: str, parallel: dict[str, Any], budget: int) -> dict[str, Any]
         policy_grads = [p for chunk in policy for p in chunk.parameters()]
         for parameter in policy_grads:
             parameter.grad = None
-        records = _run(policy, microbatches, loss, forward_only=False)
+        records = forward_backward(policy, microbatches, loss)
         gradients = []
         for parameter in policy_grads:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
