@@ -175,7 +175,7 @@ def verify(
 
     settings = reduced(settings, layers)
     assemble = import_assembly(settings)
-    from megatron_stppo.evidence.verify import verify as check
+    from megatron_stppo.evidence.verification import verify as check
 
     with naming_a_full_disk(settings.run.folder):
         raise typer.Exit(int(not check(settings, assemble, output)))

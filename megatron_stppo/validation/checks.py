@@ -130,13 +130,13 @@ def check_output(config: Config) -> None:
     if output is None:
         raise ConfigError("cold_start.output: missing; give the folder the trained model is written to")
     check_folder("cold_start.output", output)
-    for field, given in (
+    for field, folder in (
         ("model.path", model.path),
         ("model.lora.path", model.lora.path),
         ("model.reference_path", model.reference_path),
         ("model.critic_path", model.critic_path),
     ):
-        if given is not None and output.exists() and output.resolve() == given.resolve():
+        if folder is not None and output.exists() and output.resolve() == folder.resolve():
             raise ConfigError(f"cold_start.output={output}: is {field}; name another folder")
     check_absent("cold_start.output", output)
 

@@ -102,21 +102,21 @@ def imported(adapter: PeftFolder, lora: LoraConfig, shape: ModelShape, model: Pa
 
 
 def of_targets(
-    shape: ModelShape, rank: int, names: tuple[str, ...], given: tuple[str, ...]
+    shape: ModelShape, rank: int, names: tuple[str, ...], targets: tuple[str, ...]
 ) -> Iterator[Rule]:
-    """Return the rules by which every target of `given` has layers of at least this rank.
+    """Return the rules by which every target of `targets` has layers of at least this rank.
 
     names: the targets without all-linear.
     """
-    of_experts = [name for name in given if name in ("gate_proj", "up_proj", "down_proj")]
+    of_experts = [name for name in targets if name in ("gate_proj", "up_proj", "down_proj")]
     yield Rule(
         bool(shape.experts and of_experts),
-        f"model.lora.targets={list(given)}: {''.join(of_experts[:1])} belongs to the experts, and an adapter "
-        "would be needed for each of them",
+        f"model.lora.targets={list(targets)}: {''.join(of_experts[:1])} belongs to the experts, and an "
+        "adapter would be needed for each of them",
         "choose from q_proj, k_proj, v_proj and o_proj",
     )
     layers = adapted(shape, names)
-    problem = f"model.lora.targets={list(given)}: matches no layer"
+    problem = f"model.lora.targets={list(targets)}: matches no layer"
     yield Rule(not layers, problem, "give at least one, or all-linear")
     smallest = min(layers, key=lambda key: min(layers[key]))
     largest = min(layers[smallest])

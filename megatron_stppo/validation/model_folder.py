@@ -163,8 +163,8 @@ def check_reference(config: Config, layout: Layout, tokenizers: bool = True) -> 
 def check_same_tokens(field: str, folder: Path, other: str, wanted: Path) -> None:
     """Raise ConfigError unless the tokenizer of `folder` has all tokens of that of `wanted`, with the same
     ids. field, other: what an error calls the two folders."""
-    own, given = _tokens(other, wanted), _tokens(field, folder)
-    if missing := sorted(own.items() - given.items()):
+    own, there = _tokens(other, wanted), _tokens(field, folder)
+    if missing := sorted(own.items() - there.items()):
         raise ConfigError(
             f"{field}={folder}: its tokenizer gives {len(missing)} of {other}'s {len(own)} tokens another id "
             f"or none, such as {missing[0][0]!r}; give a model with the same tokens"
@@ -189,11 +189,11 @@ def _tokens(field: str, folder: Path) -> dict[str, int]:
 def _same_network(actor: Path, critic: Path) -> None:
     """Check that actor and critic have the same shape. The critic is built with the actor's shape, so that a
     different rotary base, for example, would be ignored without an error."""
-    wanted, given = asdict(read_shape(actor)), asdict(read_shape(critic))
+    wanted, own = asdict(read_shape(actor)), asdict(read_shape(critic))
     for name in sorted(wanted.keys() - {"tied", "max_positions"}):
-        if given[name] != wanted[name]:
+        if own[name] != wanted[name]:
             raise ConfigError(
-                f"model.critic_path={critic}: its {name}={given[name]!r}, model.path's is {wanted[name]!r}; "
+                f"model.critic_path={critic}: its {name}={own[name]!r}, model.path's is {wanted[name]!r}; "
                 "give a checkpoint of the same architecture, or leave it out"
             )
 

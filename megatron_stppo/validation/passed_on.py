@@ -118,17 +118,17 @@ def check_vllm(config: Config) -> None:
 
 
 def _megatron(config: Config) -> Iterator[Rule]:
-    given, replay = config.megatron, config.algorithm.routing_replay
+    fields, replay = config.megatron, config.algorithm.routing_replay
     for name, reason in REFUSED.items():
-        problem = f"megatron.{name}={given.get(name)}: {reason}"
-        yield Rule(bool(given.get(name)), problem, "leave it out, or set it to 0")
+        problem = f"megatron.{name}={fields.get(name)}: {reason}"
+        yield Rule(bool(fields.get(name)), problem, "leave it out, or set it to 0")
     yield Rule(
-        bool(given.get("moe_router_fusion")) and replay != "off",
+        bool(fields.get("moe_router_fusion")) and replay != "off",
         "megatron.moe_router_fusion=True: the fused router cannot replay experts "
         f"(algorithm.routing_replay={replay})",
         "leave it out, or set algorithm.routing_replay=off",
     )
-    backend = given.get("attention_backend", "auto")
+    backend = fields.get("attention_backend", "auto")
     yield Rule(
         backend not in ATTENTION_BACKENDS,
         f"megatron.attention_backend={backend!r}: not a backend of TransformerEngine's attention",
@@ -137,7 +137,7 @@ def _megatron(config: Config) -> Iterator[Rule]:
 
 
 def _check(
-    section: str, given: Mapping[str, Any], decided: Mapping[str, str], known: Mapping[str, str], owner: str
+    section: str, fields: Mapping[str, Any], decided: Mapping[str, str], known: Mapping[str, str], owner: str
 ) -> None:
     """Raise ConfigError for an option that does not exist, that follows from something else, or that has
     another type than `owner` declares.
@@ -145,7 +145,7 @@ def _check(
     decided: {option: what it follows from}. known: {option: its type, as Python writes it}; only types that
     are made of those in PLAIN are compared.
     """
-    for name, value in given.items():
+    for name, value in fields.items():
         if name in decided:
             raise ConfigError(f"{section}.{name}={value}: follows from {decided[name]}; leave it out")
         if name not in known:
@@ -167,10 +167,10 @@ def declared(package: str, *classes: tuple[str, str]) -> dict[str, str]:
 
     classes: (file in the package, class). Raises ConfigError if the package is not installed.
     """
-    found = importlib.util.find_spec(package)
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
         raise ConfigError(f"{package} is not installed; install what tools/lock-cpu.txt lists")
-    root, fields = Path(found.origin).parent, dict[str, str]()
+    root, fields = Path(spec.origin).parent, dict[str, str]()
     for file, owner in classes:
         for node in ast.parse((root / file).read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and node.name == owner:

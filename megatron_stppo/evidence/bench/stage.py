@@ -16,7 +16,7 @@ from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.evidence.bench import scoring
-from megatron_stppo.evidence.bench.recorder import Said, recording
+from megatron_stppo.evidence.bench.recorded_environment import Said, recording
 from megatron_stppo.evidence.bench.scoring import Piece, Resemblance, Scored
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer, trained

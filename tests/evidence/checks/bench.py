@@ -28,7 +28,7 @@ def examine(
     `optimizer` or `layouts`. given: sections of the configuration. role: the only model that is examined."""
     process.prepare(engine=False)
     from megatron_stppo.config import Config
-    from megatron_stppo.evidence.checks import gradient, optimizer
+    from megatron_stppo.evidence.checks import adamw, gradient
     from megatron_stppo.evidence.checks import layouts as of_layouts
     from megatron_stppo.parallel import groups
     from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -43,7 +43,7 @@ def examine(
             if check == "layouts":
                 lines = [of_layouts.finding(config, shape, mesh.world)]
             elif check == "optimizer":
-                lines = [optimizer.compared(r, config, shape, mesh) for r in asked]
+                lines = [adamw.compared(r, config, shape, mesh) for r in asked]
             else:
                 lines = [gradient.finding(r, gradient.slopes(r, config, shape, mesh)) for r in asked]
         found[name] = [(line.verdict, f"{line.measured} {line.remedy}") for line in lines]

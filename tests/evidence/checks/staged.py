@@ -21,7 +21,7 @@ import pytest
 from megatron_stppo.commands.environments import write_project
 from megatron_stppo.config.file import load
 from megatron_stppo.evidence.bench.stage import Stage
-from megatron_stppo.evidence.verify import Check
+from megatron_stppo.evidence.verification import Check
 from megatron_stppo.training.colocated import assemble
 from tests.ranks import leave_group
 

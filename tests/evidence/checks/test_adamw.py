@@ -23,7 +23,7 @@ def test_adamw_holds_and_every_planted_bug_is_found(tmp_path: Path) -> None:
 
 def test_every_number_of_a_large_tensor_can_be_sampled() -> None:
     """float32 has no number between 2^24 and 2^24 + 2."""
-    from megatron_stppo.evidence.checks.optimizer import OptimizerTensor
+    from megatron_stppo.evidence.checks.adamw import OptimizerTensor
 
     master = torch.zeros(2**24 + 2)
     master.grad = torch.zeros_like(master)

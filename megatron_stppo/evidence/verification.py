@@ -18,12 +18,12 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.evidence.bench.stage import TASKS, Checked, Stage, small
+from megatron_stppo.evidence.checks.adamw import adam
 from megatron_stppo.evidence.checks.arrival import arrival
 from megatron_stppo.evidence.checks.fair import fair
+from megatron_stppo.evidence.checks.first_ratio import first_ratio
 from megatron_stppo.evidence.checks.gradient import gradient
 from megatron_stppo.evidence.checks.layouts import layouts
-from megatron_stppo.evidence.checks.optimizer import adam
-from megatron_stppo.evidence.checks.ratio import first_ratio
 from megatron_stppo.evidence.checks.resume import resume
 from megatron_stppo.evidence.checks.rewards import landing
 from megatron_stppo.evidence.checks.tokens import exact
