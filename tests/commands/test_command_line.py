@@ -20,6 +20,7 @@ import typer
 from megatron_stppo import __main__ as command_line
 from megatron_stppo.base.errors import CannotRecord, CheckpointError, DoNotRestart, Requeue
 from megatron_stppo.cluster.launch import process
+from megatron_stppo.commands.environments import TEMPLATE
 from megatron_stppo.commands.train import noting_the_end
 from megatron_stppo.config import Config
 from tests.full_disk import full_disk
@@ -74,6 +75,18 @@ def test_help_gives_every_command_a_whole_sentence_and_an_example() -> None:
     for name, command in group.commands.items() | group.commands["convert"].commands.items():
         if name != "convert" and not command.hidden:  # convert is a group of commands
             assert re.search(rf"megatron[-_]stppo (convert )?{name} ", command.epilog), name
+
+
+def test_every_command_with_an_environment_finds_modules_in_a_folder_that_is_given(tmp_path: Path) -> None:
+    group: Any = typer.main.get_command(command_line.app)
+    taking = {n for n, command in group.commands.items() if "modules" in {p.name for p in command.params}}
+    players = {"train", "replay", "rollout", "evaluate", "cold-start", "verify"}
+    assert taking == {*players, "check-environment"}
+    (tmp_path / "config.yaml").write_text("model: {path: m}\n")
+    words = ["check-environment", "guess:factory", str(tmp_path / "config.yaml")]
+    assert "no allowed folder has this module" in run(*words).stderr
+    result = run(*words, "--modules", str(TEMPLATE))
+    assert (result.returncode, result.stderr.partition(" in ")[0]) == (0, "no problem"), result.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["train", "--help"], ["trian"]])
