@@ -69,7 +69,6 @@ class Engine:
         join_world()
         self._settings, config = settings, load_config(settings.model_path)
         self.tokenizer = load_tokenizer(settings.model_path, settings.template_arguments)
-        self.max_context = settings.max_context
         self.vocabulary = int(config.vocab_size)
         self.replica = dist.get_rank() // settings.tensor
         self.replicas = dist.get_world_size() // settings.tensor
