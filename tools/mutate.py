@@ -41,10 +41,10 @@ SOURCES = {
     "algorithm/penalties": ["algorithm/penalties"],
     "algorithm/ratio": ["algorithm/ratio", "algorithm/surrogate", "algorithm/aggregation"],
     "algorithm/selection": ["algorithm/selection"],
-    "algorithm/step_memory": ["algorithm/rate"],
     "algorithm/surrogate": ["algorithm/surrogate"],
     "algorithm/vocabulary": ["ops/vocab_logprob", "ops/vocab_parallel"],
     "data/packing": ["data/packing", "data/routes", "data/exchange", "branches"],
+    "data/routes": ["data/routes", "data/prefixes", "data/packing"],
     "data/ledger": ["data/ledger", "replicas/ledger", "replicas/ledger_resampling"],
     "replicas/trainer/ledger": [
         f"replicas/{name}" for name in ("ledger", "ledger_resampling", "evaluation", "hub")

@@ -1,4 +1,5 @@
-"""A loss and an advantage of the user (`algorithm.loss`, `algorithm.advantage`): signatures and checks.
+"""A loss in place of the clipped surrogate (`algorithm.loss`) and an advantage of the user
+(`algorithm.advantage`): signatures, checks, and the losses that are known by name.
 
 Call check_loss or check_advantage in a test of your own; a run calls them at its start.
 
@@ -13,10 +14,13 @@ Example of a loss, PPO's without clipping, and of an advantage, the outcome less
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_stppo.algorithm.ratio import MAX_LOG_RATIO
 
 SEGMENTS = ((0, 3), (3, 4), (4, 9))  # of the tokens of a check
 
@@ -103,3 +107,28 @@ def _check_result(name: str, found: Tensor, total: int) -> None:
         raise ValueError(f"{name}: returned {what} for {total} inputs; return a float tensor [{total}]")
     if not bool(torch.isfinite(found).all()):
         raise ValueError(f"{name}: returned numbers that are not finite")
+
+
+# Losses that the clipped surrogate cannot express: their ratio is a constant. Beside the arguments of OwnLoss
+# they take the bounds of the ratio, of which `high` is at least 1.
+
+
+def cispo(
+    logprob_T: Tensor,
+    old_logprob_T: Tensor,
+    advantage_T: Tensor,
+    offsets: Tensor | None,
+    low: float,
+    high: float,
+) -> Tensor:
+    """Return -clip(r, low, high) A log pi, where r = pi / pi_old is a constant.
+
+    A token whose ratio is limited keeps its gradient. Source: MiniMax-M1, arXiv 2506.13585, equation 4.
+
+    Example: r = 6, high = 5, A = 2: the gradient of the log-prob is -10.
+    """
+    delta_T = (logprob_T.detach() - old_logprob_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return -delta_T.exp().clamp(low, high) * advantage_T * logprob_T
+
+
+LOSSES: dict[str, Callable[..., Tensor]] = {"cispo": cispo}

@@ -15,7 +15,7 @@ from megatron_stppo.config.section import Rule, Section
 Factor = Annotated[float, Field(ge=0)]
 GROUPED = ("group", "group_mean", "group_turn", "gigpo")  # they compare the episodes of a task
 ADVANTAGES = ("gae", "kl", *GROUPED)
-LOSSES = ("cispo",)  # the names in algorithm/losses.py, which imports torch
+LOSSES = ("cispo",)  # the names in algorithm/own.py, which imports torch
 # Fields that are gone, with the value that changed nothing: the config.yaml of an older run has it
 IDLE = {"momentum": "keep"}
 # {field: (another field, the value of it with which alone the first has an effect)}

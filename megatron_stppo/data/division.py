@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megatron_stppo.base.types import Batch, Minibatch
 from megatron_stppo.config import Config
+from megatron_stppo.data import routes
 from megatron_stppo.data.packing import Microbatch, PackingSpec, microbatch_runs, pack, prefixes_of, routed
-from megatron_stppo.data.prefixes import route_marks
 from megatron_stppo.parallel.collectives import all_reduce_max, all_reduce_sum
 from megatron_stppo.parallel.groups import MeshRank
 
@@ -131,7 +131,7 @@ class Packer:
         they do not matter. Collective."""
         if not (self.by_route and self.spec.share_prefixes and batch.routes_P is not None):
             return None
-        marks_P = route_marks(batch.routes_P, self.mesh.pipeline_rank)
+        marks_P = routes.marks(batch.routes_P, self.mesh.pipeline_rank)
         return all_reduce_sum(marks_P, self.mesh.pipeline_group) if self.mesh.pipeline_size > 1 else marks_P
 
 

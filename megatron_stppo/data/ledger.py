@@ -123,6 +123,7 @@ class Ledger:
     def take(self) -> Taken | None:
         """Take the groups of the next batch; None if they have not all completed."""
         chosen = self.next_batch()
+        assert len(chosen) == self.terms.tasks, "admit the groups of the iteration first"
         if not self._have_completed(chosen):
             return None
         self._close(chosen)

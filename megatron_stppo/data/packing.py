@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_stppo.base.types import FAILED, Batch, BatchT, Summary, Trajectory, TurnSummary
 from megatron_stppo.data import context
 from megatron_stppo.data.prefixes import Segments, Tree
-from megatron_stppo.data.routes import unknown
+from megatron_stppo.data.routes import of_rows
 from megatron_stppo.ops.transfer import to_device
 
 
@@ -201,7 +201,7 @@ def routed(
 
     def make(n: int) -> Microbatch:
         one = microbatches[n]
-        return replace(one, routes_P=to_device(_routes(routes_P, one.rows_P), device))
+        return replace(one, routes_P=to_device(of_rows(routes_P, one.rows_P), device))
 
     return OnDemand(make, len(microbatches))
 
@@ -291,21 +291,6 @@ def _pack_one(
         keys=None if cut.keys is None else (array(cut.keys[0]), array(cut.keys[1])),
         repeated=None if cut.keys is None else array(np.stack([rows_P[again], repeats[again]])),
     )
-
-
-def _routes(routes_P: Tensor, origin: Tensor) -> Tensor:
-    """Return the recorded experts of packed tokens, int16 [P, layers, k].
-
-    They are -1 where the router chooses: for unknown experts (routes.py), and where `origin` is -1.
-
-    The router chooses the experts of a dummy token in a replayed pass as in any other pass. Other experts
-    would change the number of rows that an expert multiplies, and on some CPUs the last bits of live rows.
-    """
-    if not len(routes_P):  # no episode of this rank has a token, so the only one here is a dummy
-        routes_P = routes_P.new_zeros(1, *routes_P.shape[1:])
-    routes = routes_P[origin.clamp(min=0)]
-    chooses = (routes == unknown(routes.dtype)) | (origin < 0)[:, None, None]
-    return routes.short().masked_fill(chooses, -1)
 
 
 def _offsets(lengths: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Tree:
         """Return the tree of the trajectories `chosen`, whose tokens the rank must hold.
 
         It has no common prefixes if they are less than LEAST of all tokens.
-        marks_P: int64, see `route_marks`; tokens with different marks are different tokens.
+        marks_P: int64, see routes.marks; tokens with different marks are different tokens.
         """
         lengths, columns = batch.sequence_offsets.diff().tolist(), [batch.tokens_P]
         rows = torch.stack(columns if marks_P is None else [*columns, marks_P], dim=1).numpy()
@@ -166,14 +166,3 @@ class Segments:
     places: np.ndarray  # int64: the place of each token of each trajectory, trajectory after trajectory
     # int64 [m] and the places of the keys, segment after segment; None: the segments are the trajectories
     keys: tuple[np.ndarray, np.ndarray] | None
-
-
-def route_marks(routes_P: Tensor, stage: int) -> Tensor:
-    """Return a number for the recorded experts (Batch.routes_P) of each token, int64 [P].
-
-    The sum over pipeline stages, of which each has the experts of its own layers, is a mark of all experts.
-    The marks of different experts are equal with a probability below 2^-32.
-    """
-    flat_P, generator = routes_P.flatten(1), torch.Generator().manual_seed(stage)
-    factors = torch.randint(-(2**63), 2**63 - 1, (flat_P.shape[1],), generator=generator)
-    return torch.cat([part.long() @ factors for part in flat_P.split(4096)])  # sums wrap around

@@ -49,3 +49,29 @@ def joined(trajectories: Sequence[Trajectory], layers: int, chosen: int, experts
             part[:known] = torch.from_numpy(given.reshape(known, layers, chosen).copy())
         parts.append(part)
     return torch.cat(parts)
+
+
+def of_rows(routes_P: Tensor, origin: Tensor) -> Tensor:
+    """Return the recorded experts of packed tokens, int16 [P, layers, k].
+
+    They are -1 where the router chooses: for unknown experts, and where `origin` is -1.
+
+    The router chooses the experts of a dummy token in a replayed pass as in any other pass. Other experts
+    would change the number of rows that an expert multiplies, and on some CPUs the last bits of live rows.
+    """
+    if not len(routes_P):  # no episode of this rank has a token, so the only one here is a dummy
+        routes_P = routes_P.new_zeros(1, *routes_P.shape[1:])
+    routes = routes_P[origin.clamp(min=0)]
+    chooses = (routes == unknown(routes.dtype)) | (origin < 0)[:, None, None]
+    return routes.short().masked_fill(chooses, -1)
+
+
+def marks(routes_P: Tensor, stage: int) -> Tensor:
+    """Return a number for the recorded experts (Batch.routes_P) of each token, int64 [P].
+
+    The sum over pipeline stages, of which each has the experts of its own layers, is a mark of all experts.
+    The marks of different experts are equal with a probability below 2^-32.
+    """
+    flat_P, generator = routes_P.flatten(1), torch.Generator().manual_seed(stage)
+    factors = torch.randint(-(2**63), 2**63 - 1, (flat_P.shape[1],), generator=generator)
+    return torch.cat([part.long() @ factors for part in flat_P.split(4096)])  # sums wrap around

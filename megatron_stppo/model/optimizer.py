@@ -15,7 +15,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from megatron_stppo.algorithm.step_memory import StepMemory
+from megatron_stppo.algorithm.rate import StepMemory
 from megatron_stppo.config import OptimizerConfig
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.parallel import groups

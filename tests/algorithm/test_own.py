@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
 
 from examples.own_algorithm.recipe import cispo, leave_one_out
-from megatron_stppo.algorithm.own import check_advantage, check_loss
+from megatron_stppo.algorithm.own import LOSSES, check_advantage, check_loss
+from megatron_stppo.config import algorithm
 
 
 def test_the_example_of_a_loss_passes_and_keeps_the_gradient_of_a_limited_token() -> None:
@@ -55,3 +57,29 @@ def test_a_loss_that_would_train_wrongly_is_refused(loss, message: str) -> None:
 def test_an_advantage_that_divides_by_the_deviation_of_equal_outcomes_is_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         check_advantage(lambda outcome_N, group_N, counted_N: (outcome_N - 1) / outcome_N.std())
+
+
+def gradient(
+    name: str, ratios: list[float], advantages: list[float], low: float = 0.0, high: float = 5.0
+) -> list[float]:
+    """Return the derivatives of the summed loss with respect to the log-probs."""
+    old_T = torch.full((len(ratios),), -2.0, dtype=torch.float64)
+    logprob_T = (old_T + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    LOSSES[name](logprob_T, old_T, torch.tensor(advantages), None, low=low, high=high).sum().backward()
+    assert logprob_T.grad is not None
+    return logprob_T.grad.tolist()
+
+
+def test_cispo_limits_the_ratio_and_keeps_the_gradient() -> None:
+    found = gradient("cispo", [6.0, 4.0, 6.0, 0.5], [2.0, 1.0, -1.0, 1.0])
+    assert found == pytest.approx([-10, -4, 5, -0.5])
+    assert gradient("cispo", [0.5], [1.0], low=0.8) == pytest.approx([-0.8])
+
+
+def test_the_configuration_knows_all_names() -> None:
+    assert tuple(LOSSES) == algorithm.LOSSES
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_passes_the_check_of_a_users_loss(name: str) -> None:
+    check_loss(partial(LOSSES[name], low=0.8, high=1.2))

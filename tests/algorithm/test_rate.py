@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, may_rise, measured_kl
-from megatron_stppo.algorithm.step_memory import StepMemory
+from megatron_stppo.algorithm.rate import RATES, RateInput, StepMemory, capped_kl, may_rise, measured_kl
 
 FIRST = RateInput(0, 1, 1.0, None, None, 0.01)
 

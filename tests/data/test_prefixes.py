@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.base.types import Batch, Task, Trajectory, Turn
-from megatron_stppo.data import prefixes
+from megatron_stppo.data import prefixes, routes
 from megatron_stppo.data.packing import Microbatch, PackingSpec, pack, to_batch, unpack
-from megatron_stppo.data.prefixes import Tree, route_marks
+from megatron_stppo.data.prefixes import Tree
 
 SHARED = PackingSpec(100, share_prefixes=True)
 
@@ -116,7 +116,7 @@ def test_tokens_with_other_recorded_experts_are_others() -> None:
     batch = played((1, 2, 3), (1, 2, 4), (1, 2, 5))
     routes_P = torch.tensor([0, 1, 9, 0, 1, 9, 0, 2, 9], dtype=torch.uint8)[:, None, None]
     batch = replace(batch, routes_P=routes_P)
-    tree = Tree.of(batch, [0, 1, 2], route_marks(routes_P, 0))
+    tree = Tree.of(batch, [0, 1, 2], routes.marks(routes_P, 0))
     (one,) = pack(batch, [0, 1, 2], SHARED, tree=tree)
     assert one.tokens_P.tolist() == [1, 2, 3, 4, 2, 5] and one.routes_P is not None
     assert one.routes_P.flatten().tolist() == [0, 1, 9, 9, 2, 9]

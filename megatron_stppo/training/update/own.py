@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.losses import LOSSES
-from megatron_stppo.algorithm.own import OwnAdvantage, OwnLoss, check_advantage, check_loss
+from megatron_stppo.algorithm.own import LOSSES, OwnAdvantage, OwnLoss, check_advantage, check_loss
 from megatron_stppo.algorithm.penalties import weighted_sum
 from megatron_stppo.config import Config, ConfigError, user_code
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_stppo.algorithm.rate import RATES, RateInput
-from megatron_stppo.algorithm.step_memory import StepMemory
+from megatron_stppo.algorithm.rate import RATES, RateInput, StepMemory
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.training.update import actor_step
 from tests.ranks import run_ranks
