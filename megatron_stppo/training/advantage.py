@@ -37,10 +37,8 @@ def estimate(
     if not algorithm.gae_observations:
         advantage_T, return_T = _over_actions(shaped, algorithm, group_N, own)
         return EstimatedBatch.of(batch, advantage_T=advantage_T, return_T=return_T)
-    rows, (advantage_R, return_R) = (
-        action_rows(batch),
-        _over_actions(with_observations(shaped), algorithm, group_N),
-    )
+    rows = action_rows(batch)
+    advantage_R, return_R = _over_actions(with_observations(shaped), algorithm, group_N)
     assert return_R is not None, "only GAE includes observations"
     return EstimatedBatch.of(batch, advantage_T=advantage_R[rows], return_T=return_R[rows], return_R=return_R)
 
@@ -138,8 +136,9 @@ def _gae(batch: ScoredBatch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tu
     if batch.value_T is None:
         raise ValueError("advantage='gae' needs the critic's values; score them first, or choose 'group'")
     offsets, cut_N = batch.action_offsets, batch.cut_N
-    first_N = batch.first_N if algorithm.gae_histories != "alone" else None
-    chained = first_N is not None and algorithm.gae_histories == "chained"
+    histories = algorithm.gae_histories
+    first_N = torch.ones_like(batch.first_N) if histories == "alone" else batch.first_N
+    chained = histories == "chained"
     if chained:
         reward_T = _rewarded_once(reward_T, batch)
         offsets, cut_N = episode_offsets(offsets, first_N), cut_N[first_N]
@@ -153,12 +152,12 @@ def _gae(batch: ScoredBatch, reward_T: Tensor, algorithm: AlgorithmConfig) -> tu
         cut_N=cut_N if algorithm.truncated == "bootstrap" else None,
     )
     lam = _lambda(batch, algorithm, first_N)
-    if first_N is not None and not chained and isinstance(lam, Tensor):
+    if not chained and isinstance(lam, Tensor):
         lam = lam[first_N.cumsum(0) - 1]
     advantage_T, return_T = level(lam=lam)
     if algorithm.lam_critic is not None:
         _, return_T = level(lam=algorithm.lam_critic)
-    if first_N is not None and not chained:
+    if histories == "discounted":
         later_N = later_steps(_steps(batch, algorithm), first_N).double()
         advantage_T = advantage_T * spread((algorithm.gamma * lam) ** later_N, offsets, len(advantage_T))
     return advantage_T.float(), return_T.float()
@@ -172,11 +171,8 @@ def _rewarded_once(reward_T: Tensor, batch: Batch) -> Tensor:
     return reward_T.index_add(0, last, -batch.reward_T[last])
 
 
-def _lambda(batch: Batch, algorithm: AlgorithmConfig, first_N: Tensor | None) -> Lambda:
-    """Return the lambda of the advantages: one, or one per episode, by the number of its steps of GAE.
-
-    first_N: the first history of each episode; None: every trajectory counts as one.
-    """
+def _lambda(batch: Batch, algorithm: AlgorithmConfig, first_N: Tensor) -> Lambda:
+    """Return the lambda of the advantages: one, or one per episode, by the number of its steps of GAE."""
     if algorithm.lam_length is None:
         return algorithm.lam
     return of_length(episode_offsets(_steps(batch, algorithm), first_N), algorithm.lam_length)
