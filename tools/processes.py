@@ -53,13 +53,13 @@ def started(line: Sequence[str | Path], **settings: Any) -> Iterator[psutil.Pope
         yield process
     finally:
         left = tree(process)
-        for one in left:
+        for child in left:
             with suppress(psutil.NoSuchProcess):
-                one.terminate()
+                child.terminate()
         psutil.wait_procs(left, PATIENCE)
-        for one in left:  # psutil compares times of start: a number that is used again is another process
+        for child in left:  # psutil compares times of start: a number that is used again is another process
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                child.kill()
         psutil.wait_procs(left)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # those whose parent had ended before
