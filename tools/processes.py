@@ -47,9 +47,19 @@ def started(line: Sequence[str | Path], **settings: Any) -> Iterator[psutil.Pope
 
     settings: those of Popen. SIGTERM to this process ends the block, and then this process.
     """
-    before = signal.signal(signal.SIGTERM, _leave)
+    running, early = list[psutil.Popen](), list[int]()
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if running:
+            raise SystemExit(128 + number)
+        early.append(number)  # it is being started, and could not be ended
+
+    before = signal.signal(signal.SIGTERM, leave)
     process = psutil.Popen([str(word) for word in line], start_new_session=True, **settings)
     try:
+        running.append(process)
+        if early:
+            raise SystemExit(128 + early[0])
         yield process
     finally:
         left = tree(process)
@@ -88,7 +98,3 @@ def last_lines(log: Path, place: int = 0, most: int = 25) -> str:
     """Return the end of what a program has written to a log from `place` on, for an error."""
     lines = log.read_bytes()[place:].decode(errors="replace").strip().splitlines()
     return "".join(f"\n    {line}" for line in lines[-most:])
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
