@@ -45,6 +45,8 @@ VocabMerged merged(Pointer at, int64_t rows) {
   return {m, m + rows, m + 2 * rows, m + 3 * rows, m + 4 * rows, reinterpret_cast<uint8_t *>(m + 5 * rows)};
 }
 
+Bound bound(float value) { return {value, std::log2(value)}; }
+
 int clipped_surrogate(Pointer logprob, Pointer old_logprob, Pointer advantage, Pointer weight, Pointer sum_p_sq,
                       Pointer offsets, int64_t tokens, int64_t segments, float uniform_weight, float low, float high,
                       float dual, double length_power, bool by_sum, Pointer ratio, Pointer gradient, Pointer bias,
@@ -52,7 +54,7 @@ int clipped_surrogate(Pointer logprob, Pointer old_logprob, Pointer advantage, P
                       Pointer whole, bool on_gpu, Pointer where) {
   const Surrogate a{to<float>(logprob), to<float>(old_logprob), to<float>(advantage), to<float>(weight),
                     to<float>(sum_p_sq), to<int64_t>(offsets),  tokens,               segments,
-                    uniform_weight,      low,                   high,                 dual,
+                    uniform_weight,      bound(low),            bound(high),          bound(dual),
                     length_power,        by_sum,
                     to<float>(ratio),    to<float>(gradient),   to<float>(bias),
                     to<float>(totals),   to<double>(workspace),

@@ -41,11 +41,12 @@ __device__ __forceinline__ Finished finish(const Surrogate &a, int64_t segment, 
     count = whole[0], delta = whole[1], gain = whole[2], loss = whole[3];
   }
   const double divisor = a.by_sum || count == 0 ? 1 : count;
-  const double w = exp_of(exponent(delta, divisor));
-  const float log2 = length_log2(count, a.length_power), ratio = float(w), far = compared(w, exp2f(log2));
+  const double log_w = exponent(delta, divisor);
+  const float log2 = length_log2(count, a.length_power), ratio = float(exp_of(log_w));
+  const float far = compared(ratio, log_w, exp2f(log2));
   // before the coefficients, so that the bounds need no registers beside them
   report(OBJECTIVE, objective(ratio, far, exp2f(-log2), s.gain, s.loss, a.low, a.high, a.dual));
-  report(CLIPPED, double((far > a.high ? s.up : 0) + (far < a.low ? s.down : 0)));
+  report(CLIPPED, double((far > a.high.value ? s.up : 0) + (far < a.low.value ? s.down : 0)));
   const Coefficients c = coefficients(ratio, far, exp2f(-log2), divisor, gain, loss, a.low, a.high, a.dual);
   const double bias_sq = c.bias * c.bias, grad_sq = c.gradient * c.gradient;
   report(BIAS_SQ, double(tokens) * bias_sq);

@@ -19,11 +19,15 @@ struct Coefficients {
   double objective, gradient, bias;
 };
 
-// Return the mean or the sum of the log ratios, limited to [-MAX_LOG_RATIO, MAX_LOG_RATIO]. NaN stays NaN.
-STPPO_BOTH double exponent(double delta, double divisor) {
-  const double x = delta / divisor;
-  return pick(x > MAX_LOG_RATIO, MAX_LOG_RATIO, pick(x < -MAX_LOG_RATIO, -MAX_LOG_RATIO, x));
+// Return x, limited to [-MAX_LOG_RATIO, MAX_LOG_RATIO]. NaN stays NaN.
+template <class Float>
+STPPO_BOTH Float limited(Float x) {
+  const Float most = Float(MAX_LOG_RATIO);
+  return pick(x > most, most, pick(x < -most, -most, x));
 }
+
+// Return the logarithm of the ratio: the mean or the sum of the log ratios of its tokens.
+STPPO_BOTH double exponent(double delta, double divisor) { return limited(delta / divisor); }
 
 // Return log2(n^power) for a segment of n tokens; an empty one counts as one token. In float32, because pow in float64
 // needs more registers than the kernel may use on a GPU.
@@ -31,32 +35,39 @@ STPPO_BOTH float length_log2(double tokens, double power) {
   return power == 0 || tokens <= 1 ? 0 : float(power) * log2f(float(tokens));
 }
 
-// Return what is compared with the bounds: the ratio w, whose distance from 1 is multiplied by n^power, the `widening`.
-// Only the result is rounded to float32: a ratio that equals a bound in float32 is not clipped, and w in float32 would
-// have few values between 1 and a narrow bound.
-STPPO_BOTH float compared(double w, float widening) { return float(1 + (w - 1) * double(widening)); }
+// Return what is compared with the bounds: w^(n^power), from the ratio w, its logarithm and n^power, the `widening`. For
+// 1 it is w as rounded to float32: a ratio that equals a bound in float32 is not clipped. Otherwise the power is taken
+// before rounding, because float32 has few values between 1 and a narrow bound.
+STPPO_BOTH float compared(float ratio, double log_w, float widening) {
+  return pick(widening == 1, ratio, exp_of(limited(float(log_w * double(widening)))));
+}
 
-// Return a bound of the ratio of a segment; `narrowing` is n^-power. For 1 it is exactly `bound`.
-STPPO_BOTH double narrowed(float bound, float narrowing) { return 1 + (double(bound) - 1) * double(narrowing); }
+// Return a bound of the ratio of a segment; `narrowing` is n^-power. For 1 it is exactly the bound. Only the objective
+// needs it, so float32 is enough.
+STPPO_BOTH float narrowed(Bound bound, float narrowing) {
+  return pick(narrowing == 1, bound.value, exp2_of(bound.log2 * narrowing));
+}
 
 // Return factor * sum, or 0 if `sum` is zero: a factor that is not used may be NaN.
 STPPO_BOTH double times(double factor, double sum) { return pick(sum == 0, 0, factor * sum); }
 
 // Return the segment's sum of c min(w A, clip(w) A) for a ratio w, whose compared() is `far`. A NaN ratio gives NaN.
-STPPO_BOTH double objective(float ratio, float far, float narrowing, double gain, double loss, float low, float high,
-                            float dual) {
-  const double w = ratio, bound = narrowed(pick(far > dual, dual, low), narrowing);
-  const double of_gain = pick(far > high, narrowed(high, narrowing), w);
-  const double of_loss = pick((far < low) | (far > dual), bound, w);
+STPPO_BOTH double objective(float ratio, float far, float narrowing, double gain, double loss, Bound low, Bound high,
+                            Bound dual) {
+  const bool beyond = far > dual.value;
+  const Bound lost{pick(beyond, dual.value, low.value), pick(beyond, dual.log2, low.log2)};
+  const double w = ratio;
+  const double of_gain = pick(far > high.value, double(narrowed(high, narrowing)), w);
+  const double of_loss = pick((far < low.value) | beyond, double(narrowed(lost, narrowing)), w);
   return times(of_gain, gain) + times(of_loss, loss);
 }
 
-// `ratio` is exp(exponent(..)) rounded to float32, and `far` is what compared() makes of it without rounding.
+// `ratio` is exp(exponent(..)) rounded to float32, and `far` is compared() of the same exponent.
 STPPO_BOTH Coefficients coefficients(float ratio, float far, float narrowing, double divisor, double gain, double loss,
-                                     float low, float high, float dual) {
+                                     Bound low, Bound high, Bound dual) {
   const double w = ratio, slope = w / divisor;
   // a NaN ratio is not clipped, so it reaches the gradient, where it is detected
-  const bool too_high = far > high, too_low = far < low, dropped = too_low | (far > dual);
+  const bool too_high = far > high.value, too_low = far < low.value, dropped = too_low | (far > dual.value);
   const double kept = pick(too_high, 0, gain) + pick(dropped, 0, loss);
   const double removed = pick(too_high, gain, 0) + pick(too_low, loss, 0);
   const double gives = objective(ratio, far, narrowing, gain, loss, low, high, dual);

@@ -114,12 +114,13 @@ struct Group {
 };
 
 STPPO_INLINE void lane_coefficients(Group &g, const Surrogate &a, int64_t first) {
-  const float low = a.low, high = a.high, dual = a.dual;
+  const Bound low = a.low, high = a.high, dual = a.dual;
 #pragma omp simd
   for (int64_t k = first; k < first + LANES; ++k) {
     const double divisor = g.divisor[k], gain = g.gain[k], loss = g.loss[k];
-    const double w = exp_of(exponent(g.delta[k], divisor));
-    const float narrowing = g.narrowing[k], ratio = float(w), far = compared(w, g.widening[k]);
+    const double log_w = exponent(g.delta[k], divisor);
+    const float narrowing = g.narrowing[k], ratio = float(exp_of(log_w));
+    const float far = compared(ratio, log_w, g.widening[k]);
     const Coefficients c = coefficients(ratio, far, narrowing, divisor, gain, loss, low, high, dual);
     g.ratio[k] = ratio, g.far[k] = far;
     g.objective[k] = c.objective, g.gradient[k] = c.gradient, g.bias[k] = c.bias;
@@ -163,7 +164,7 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
                                               a.high, a.dual);
       sums[BIAS_SQ] += tokens * bias_sq;
       sums[GRAD_SQ] += tokens * grad_sq;
-      const bool too_high = g.far[k] > a.high, too_low = g.far[k] < a.low;
+      const bool too_high = g.far[k] > a.high.value, too_low = g.far[k] < a.low.value;
       if (too_high || too_low) sums[CLIPPED] += clipped_tokens<WEIGHTED>(a, t, too_high, too_low);
       if (a.sum_p_sq && (bias_sq != 0 || grad_sq != 0)) {
         const double steepness = slopes(a, t);
@@ -180,7 +181,7 @@ STPPO_INLINE void tile_of_segments(const Surrogate &a, Range s, double *sums) {
 template <bool WEIGHTED, bool LOGIT>
 STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
   STPPO_INPUTS(a);
-  const float low = a.low, high = a.high, dual = a.dual, *const sum_p_sq = a.sum_p_sq;
+  const float low = a.low.value, high = a.high.value, dual = a.dual.value, *const sum_p_sq = a.sum_p_sq;
   float *const ratios = a.ratio, *const gradient = a.gradient, *const biases = a.bias;
   double objective = 0, bias_sq = 0, grad_sq = 0, logit_bias_sq = 0, logit_grad_sq = 0, k1 = 0, k3 = 0;
   uint32_t clipped = 0, live = 0;
@@ -218,7 +219,7 @@ STPPO_INLINE void tile_of_tokens(const Surrogate &a, Range t, double *sums) {
     for (int64_t i = t.first; i < t.last; ++i) {
       const float w = WEIGHTED ? weight[i] : uniform, A = live_advantage<WEIGHTED>(advantage[i], w), below = below_zero(A);
       const double gain = double(w) * double(above_zero(A)), loss = double(w) * double(below);
-      biases[i] = float(coefficients(ratios[i], ratios[i], 1, 1, gain, loss, low, high, dual).bias);
+      biases[i] = float(coefficients(ratios[i], ratios[i], 1, 1, gain, loss, a.low, a.high, a.dual).bias);
     }
   const double all[SURROGATE_SUMS] = {objective, double(clipped), double(live), bias_sq, grad_sq, k1, k3,
                                       logit_bias_sq, logit_grad_sq};

@@ -32,14 +32,19 @@ constexpr int surrogate_tile_log2(int64_t work) {
 }
 constexpr int64_t surrogate_tiles(int64_t work) { return (work >> surrogate_tile_log2(work)) + 1; }
 
+struct Bound {
+  float value, log2;
+};
+
 struct Surrogate {
   const float *logprob, *old_logprob, *advantage;  // [T]
   const float *weight;                             // [T], or null: `uniform_weight` for every token
   const float *sum_p_sq;                           // [T], or null: the LOGIT_* sums are not computed
   const int64_t *offsets;                          // [S+1], or null: every token is a segment
   int64_t tokens, segments;
-  float uniform_weight, low, high, dual;           // bounds of the ratio; dual = infinity: no dual clip
-  double length_power;                             // of n tokens: 1 + (bound - 1) n^-length_power
+  float uniform_weight;
+  Bound low, high, dual;                           // of the ratio; dual = infinity: no dual clip
+  double length_power;                             // of n tokens: bound^(n^-length_power)
   bool by_sum;                                     // ratio = exp(sum of log ratios) instead of exp(mean)
   float *ratio;                                    // [S]
   float *gradient, *bias;                          // [T] g_u, b_u; bias may be null

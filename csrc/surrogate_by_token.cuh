@@ -28,10 +28,11 @@ __device__ __forceinline__ OfToken one_token(const Surrogate &a, const Token &t,
   const bool live = t.weight != 0, negative = t.advantage < 0;
   const float product = live ? t.weight * t.advantage : 0;
   const float ratio = float(exp_of(exponent(difference(t), 1)));
-  const bool too_high = ratio > a.high, too_low = ratio < a.low, beyond = ratio > a.dual;
+  const float low = a.low.value, high = a.high.value, dual = a.dual.value;
+  const bool too_high = ratio > high, too_low = ratio < low, beyond = ratio > dual;
   const bool outside = negative ? too_low : too_high, dropped = outside | (negative & beyond);
   const float gradient = times(ratio, dropped ? 0 : product), bias = times(ratio, outside ? product : 0);
-  const float bound = negative ? (beyond ? a.dual : a.low) : a.high;
+  const float bound = negative ? (beyond ? dual : low) : high;
   sums[OBJECTIVE] += times(outside | (negative & beyond) ? bound : ratio, product);
   sums[CLIPPED] += outside && live && t.advantage != 0 ? 1 : 0;
   const float bias_sq = bias * bias, grad_sq = gradient * gradient;

@@ -8,8 +8,8 @@ g is the true derivative of J (Lemma 4.1 of the paper). A form that stops the gr
 2507.18071) is the same only if A is constant inside each segment. The tokens of a segment share w, so both
 sums need only S+ = sum_{A>0} c A and S- = sum_{A<0} c A.
 
-The bounds of a segment with n tokens are 1-eps_low n^-p and 1+eps_high n^-p. In the paper p = 0. With p = 1
-they bound the probability of the whole segment, which is w^n: (1 + eps/n)^n is about e^eps for every n.
+The bounds of a segment with n tokens are (1-eps_low)^(n^-p) and (1+eps_high)^(n^-p). In the paper p = 0. With
+p = 1 they bound the probability of the whole segment, which changes by the factor w^n.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def surrogate(
     """Return J, g and b. Autograd records nothing.
 
     offsets: [S+1], the segments of T; None: every token is a segment.
-    A token is clipped if (A > 0 and w > 1 + clip_high n^-p) or (A < 0 and w < 1 - clip_low n^-p), with the n
-    tokens of its segment and p = clip_length_power.
-    dual_clip: number > 1; 1 + (dual_clip-1) n^-p is an upper bound of w where A < 0. It removes that part of
-    the gradient, but the tokens do not count as clipped.
+    A token is clipped if (A > 0 and w > (1 + clip_high)^(n^-p)) or (A < 0 and w < (1 - clip_low)^(n^-p)),
+    with the n tokens of its segment and p = clip_length_power.
+    dual_clip: number > 1; dual_clip^(n^-p) is an upper bound of w where A < 0. It removes that part of the
+    gradient, but the tokens do not count as clipped.
     whole: sum over ranks of segment_sums, if segments are split over ranks. The objective is then the share
     of this rank's tokens.
     A token of weight 0 contributes only to the ratio of its segment. Its advantage, and the ratio of a
@@ -80,9 +80,7 @@ def surrogate(
 
     # A NaN ratio fails these comparisons, so it is not clipped and reaches the gradient, which is checked.
     too_high_S, too_low_S, beyond_S = compared_S > high, compared_S < low, compared_S > dual
-    high_S, low_S, dual_S = (
-        1 + (bound - 1) * _narrowing(count_S, clip_length_power) for bound in (high, low, dual)
-    )
+    high_S, low_S, dual_S = (bound**count_S**-clip_length_power for bound in (high, low, dual))
     of_gain_S = torch.where(too_high_S, high_S, w_S)
     of_loss_S = torch.where(beyond_S, dual_S, torch.where(too_low_S, low_S, w_S))
     objective = (_times(of_gain_S, own_gain_S) + _times(of_loss_S, own_loss_S)).sum()
@@ -100,15 +98,15 @@ def surrogate(
 
 
 def compared(ratio_S: Tensor, count_S: Tensor, power: float, dtype: torch.dtype) -> Tensor:
-    """Return the ratios as they are compared with the bounds of a single token: 1 + (w - 1) n^power, [S].
+    """Return the ratios as they are compared with the bounds of a single token: w^(n^power), [S].
 
     ratio_S, count_S: the ratios, not rounded, and the numbers of tokens, float64. The result is rounded to
     dtype, as the bounds are: a ratio that equals a bound in float32 is not clipped. w itself is not rounded
     first, because float32 has only 819 numbers between 1 and 1 + 0.2 / 2048.
 
-    Example: w = 1.04 in a turn of 4 tokens with power 1 is compared as 1.16; a bound of 1.2 is not reached.
+    Example: w = 1.04 in a turn of 4 tokens with power 1 is compared as 1.17; a bound of 1.2 is not reached.
     """
-    return (1 + (ratio_S - 1) / _narrowing(count_S, power)).to(dtype)
+    return (ratio_S**count_S**power).to(dtype)
 
 
 def clipped(
@@ -149,11 +147,6 @@ def _signed_sums(advantage_T: Tensor, weight_T: Tensor, offsets: Tensor | None) 
         segment_sum(product_T.masked_fill(negative_T, 0), offsets),
         segment_sum(product_T.masked_fill(~negative_T, 0), offsets),
     )
-
-
-def _narrowing(count_S: Tensor, power: float) -> Tensor:
-    """Return n^-power, by which bounds are narrowed. An empty segment does not use it."""
-    return count_S**-power
 
 
 def _times(factor_S: Tensor, sum_S: Tensor) -> Tensor:

@@ -69,14 +69,14 @@ def clipped_surrogate(
 ) -> ClippedSurrogate:
     """Return J = sum_t c_t min(w A_t, clip(w, low, high) A_t) and statistics of the clipping.
 
-    w is the ratio of the segment of token t, low = 1 - clip_low n^-p and high = 1 + clip_high n^-p. n is the
-    number of the segment's tokens, on all ranks of `group`, and p is clip_length_power. Definitions, NaN
-    handling and the derivative are in megatron_stppo/algorithm/surrogate.py.
+    w is the ratio of the segment of token t, low = (1 - clip_low)^(n^-p) and high = (1 + clip_high)^(n^-p).
+    n is the number of the segment's tokens, on all ranks of `group`, and p is clip_length_power.
+    Definitions, NaN handling and the derivative are in megatron_stppo/algorithm/surrogate.py.
 
     logprob, old_logprob, advantage: float32 [T].
     segment_offsets: int32 or int64 [S+1], from 0 to T, non-decreasing. None: every token is a segment.
-    clip_low: in [0, 1]. clip_high: at least 0. dual_clip: above 1; 1 + (dual_clip-1) n^-p is an upper bound
-    of w where A < 0; None: no bound. clip_length_power: at least 0; 0: the same bounds for every length.
+    clip_low: in [0, 1]. clip_high: at least 0. dual_clip: above 1; dual_clip^(n^-p) is an upper bound of w
+    where A < 0; None: no bound. clip_length_power: at least 0; 0: the same bounds for every length.
     weight: c, a number, float32 [T], or None for 1/T.
     pooling: "mean": w is the geometric mean of the segment's token ratios; "sum": their product.
     sum_p_sq: float32 [T] from vocab_logprob, needed for logit_bias_sq and logit_grad_sq.

@@ -22,7 +22,7 @@ def objective(
 ) -> Tensor:
     """Return sum_s sum_{t in s} c_t min(w A, clip(w) A), for A < 0 bounded below by dual * A.
 
-    Bounds of n tokens: 1 - low n^-power, 1 + high n^-power, and dual = 1 + (dual_clip - 1) n^-power.
+    Bounds of n tokens: (1 - low), (1 + high) and dual = dual_clip, to the power of n^-power.
     """
     total = logprob.sum() * 0
     for start, end in pairwise(offsets):
@@ -33,8 +33,8 @@ def objective(
         ratio = (delta.mean() if pooling == "mean" else delta.sum()).exp()
         for t in range(start, end):
             a = advantage[t]
-            term = torch.minimum(ratio * a, ratio.clamp(1 - low * narrow, 1 + high * narrow) * a)
+            term = torch.minimum(ratio * a, ratio.clamp((1 - low) ** narrow, (1 + high) ** narrow) * a)
             if dual_clip is not None and a < 0:
-                term = torch.maximum(term, (1 + (dual_clip - 1) * narrow) * a)
+                term = torch.maximum(term, dual_clip**narrow * a)
             total = total + weight[t] * term
     return total

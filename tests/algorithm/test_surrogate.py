@@ -153,17 +153,17 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages():
 
 
 def test_the_bounds_of_a_turn_follow_its_own_length():
-    # Two turns, n = 1 and n = 4, of ratio 1.1 with A = 1, and of 0.9 with A = -1. p = 1: bounds 1 -+ 0.2 / n.
+    # Two turns, n = 1 and n = 4, of ratio 1.1 with A = 1, and of 0.9 with A = -1. p = 1: 1.2^(1/4) = 1.0466.
     n = torch.tensor([0, 1, 5])
     up = evaluate([1.1] * 5, [1.0] * 5, n, clip_length_power=1.0)
     assert up.clipped_T.tolist() == [False, True, True, True, True]
-    assert up.objective.item() == pytest.approx((1.1 + 4 * 1.05) / 5)
+    assert up.objective.item() == pytest.approx((1.1 + 4 * 1.2**0.25) / 5)
     assert up.gradient_T.tolist() == pytest.approx([1.1 / 5, 0, 0, 0, 0])
     assert up.bias_T.tolist() == pytest.approx([0] + [1.1 / 5] * 4)
     down = evaluate([0.9] * 5, [-1.0] * 5, n, clip_length_power=1.0)
     assert down.clipped_T.tolist() == [False, True, True, True, True]
-    assert down.objective.item() == pytest.approx(-(0.9 + 4 * 0.95) / 5)
-    # p = 1/2: bounds 1 -+ 0.2 / 2 for n = 4: 1.09 is inside, 1.11 is not.
+    assert down.objective.item() == pytest.approx(-(0.9 + 4 * 0.8**0.25) / 5)
+    # p = 1/2: bounds 1.2^(1/2) = 1.095 and 0.8^(1/2) = 0.894 for n = 4: 1.09 is inside, 1.11 is not.
     for ratio, clipped in ((1.09, False), (1.11, True), (0.91, False), (0.89, True)):
         sign = 1.0 if ratio > 1 else -1.0
         out = evaluate([ratio] * 4, [sign] * 4, torch.tensor([0, 4]), clip_length_power=0.5)
@@ -171,19 +171,23 @@ def test_the_bounds_of_a_turn_follow_its_own_length():
 
 
 def test_the_dual_bound_follows_the_length_too():
-    # n = 4, dual_clip 3: 1 + 2 / 4. Ratio 1.6 with A = -1 becomes 1.5 without gradient; 1.4 is kept.
+    # n = 4, dual_clip 3: 3^(1/4) = 1.316. Ratio 1.4 with A = -1 becomes that, without gradient; 1.3 is kept.
     turn = torch.tensor([0, 4])
-    out = evaluate([1.6] * 4, [-1.0] * 4, turn, dual_clip=3.0, clip_length_power=1.0)
-    assert out.objective.item() == pytest.approx(-1.5)
+    out = evaluate([1.4] * 4, [-1.0] * 4, turn, dual_clip=3.0, clip_length_power=1.0)
+    assert out.objective.item() == pytest.approx(-(3**0.25))
     assert not out.gradient_T.any() and not out.bias_T.any() and not out.clipped_T.any()
-    kept = evaluate([1.4] * 4, [-1.0] * 4, turn, dual_clip=3.0, clip_length_power=1.0)
-    assert kept.gradient_T.tolist() == pytest.approx([-1.4 / 4] * 4)
+    kept = evaluate([1.3] * 4, [-1.0] * 4, turn, dual_clip=3.0, clip_length_power=1.0)
+    assert kept.gradient_T.tolist() == pytest.approx([-1.3 / 4] * 4)
 
 
-def test_a_ratio_is_compared_as_if_its_distance_from_1_were_that_of_one_token():
+def test_a_ratio_is_compared_as_if_its_logarithm_were_that_of_one_token():
     # w = 1.04, 0.96 and 1.04, with 4, 4 and 1 tokens. n^p is 4, 4 and 1 for p = 1; 2, 2 and 1 for p = 1/2.
     ratio, count = (torch.tensor(x, dtype=torch.float64) for x in ([1.04, 0.96, 1.04], [4.0, 4, 1]))
-    for power, expected in ((0, [1.04, 0.96, 1.04]), (0.5, [1.08, 0.92, 1.04]), (1, [1.16, 0.84, 1.04])):
+    for power, expected in (
+        (0, [1.04, 0.96, 1.04]),
+        (0.5, [1.04**2, 0.96**2, 1.04]),
+        (1, [1.04**4, 0.96**4, 1.04]),
+    ):
         assert compared(ratio, count, power, torch.float64).tolist() == pytest.approx(expected)
 
 
@@ -203,12 +207,12 @@ def test_two_ranks_that_share_a_turn_clip_it_by_the_ratio_of_all_its_tokens():
     assert [out.ratio_S.item() for out in outs] == pytest.approx([1.2, 1.2])
     assert [out.objective.item() for out in outs] == pytest.approx([0.6, 1.2])
     assert [out.gradient_T.item() for out in outs] == pytest.approx([1.2 / 2 * 1.5] * 2)
-    # The turn has 2 tokens, not 1: bound 1 + 0.3 / 2.
+    # The turn has 2 tokens, not 1: bound sqrt(1.3) = 1.140.
     outs = [
         surrogate(*columns, turn, clip_low=0.2, clip_high=0.3, clip_length_power=1.0, whole=whole)
         for columns in ranks
     ]
-    assert [out.objective.item() for out in outs] == pytest.approx([1.15 / 2, 1.15])
+    assert [out.objective.item() for out in outs] == pytest.approx([1.3**0.5 / 2, 1.3**0.5])
     assert all(out.clipped_T.item() and out.gradient_T.item() == 0 for out in outs)
 
 

@@ -216,13 +216,13 @@ function ratioTone() {
   const [below, above] = [bound("clip_low"), bound("clip_high")];
   const by = RUNS.find((run) => run.config["algorithm.clip_low"] !== undefined)?.config ?? {};
   const power = by["algorithm.segments"] === '"turn"' ? Number(by["algorithm.clip_length_power"]) || 0 : 0;
-  const over = power === 0 ? "" : power === 1 ? " / n" : ` / n^${digits(power)}`;
+  const over = power === 0 ? "" : power === 1 ? "^(1/n)" : `^(n^−${digits(power)})`;
   return {
-    ends: over ? [`1 − ${digits(below)}${over}`, "1", `1 + ${digits(above)}${over}, n tokens`] : [digits(1 - below), "1", digits(1 + above)],
+    ends: over ? [`${digits(1 - below)}${over}`, "1", `${digits(1 + above)}${over}, n tokens`] : [digits(1 - below), "1", digits(1 + above)],
     of: ({ ratio, tokens }) => {
       if (!(ratio >= 0)) return null;
-      const narrow = Math.max(1, tokens || 1) ** -power, [low, high] = [1 - below * narrow, 1 + above * narrow];
-      return ratio < 1 ? -Math.min(1, Math.log(ratio) / Math.log(low)) : Math.min(1, Math.log(ratio) / Math.log(high));
+      const narrow = Math.max(1, tokens || 1) ** -power, far = Math.log(ratio) / narrow;
+      return ratio < 1 ? -Math.min(1, far / Math.log(1 - below)) : Math.min(1, far / Math.log(1 + above));
     },
   };
 }

@@ -203,11 +203,11 @@ def test_turns_are_coloured_and_clipped_ones_marked(browser: Browser, pages: tup
 
 
 def test_the_full_colour_is_the_bound_of_a_turn_of_this_length(browser: Browser, tmp_path: Path) -> None:
-    # 5 tokens: the bound is 1 + 0.2 / 5 = 1.04, and log 1.02 is half of log 1.04.
+    # 5 tokens: the bound is 1.2^(1/5) = 1.037, and log 1.0184 is half of its logarithm.
     run = hostile.write(tmp_path / "run")
     bounds = "segments: turn, clip_low: 0.2, clip_high: 0.2, clip_length_power: 1"
     (run / "config.yaml").write_text(f"algorithm: {{{bounds}}}\n")
-    of_turns = hostile.lines({"turns": [hostile.told(ratio=1.02), hostile.told(ratio=1.05)]})
+    of_turns = hostile.lines({"turns": [hostile.told(ratio=1.2**0.1), hostile.told(ratio=1.05)]})
     (run / "trajectories" / "iteration-00001.turns.jsonl").write_text(of_turns)
     page.draw([run], tmp_path / "page.html")
     opened(browser, tmp_path / "page.html")
@@ -215,7 +215,7 @@ def test_the_full_colour_is_the_bound_of_a_turn_of_this_length(browser: Browser,
         "[...document.querySelectorAll('.turn')].map((one) => one.style.getPropertyValue('--strength'))"
     )
     assert browser.ask(strengths) == ["50%", "100%"]
-    assert text(browser, "#scale").startswith("1 − 0.2 / n1 + 0.2 / n, n tokens")
+    assert text(browser, "#scale").startswith("0.8^(1/n)1.2^(1/n), n tokens")
 
 
 def test_arrow_keys_move_through_the_list(browser: Browser, pages: tuple[Path, Path]) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.observed import with_observations
 from tests.ranks import run_ranks
 from tests.training.update import layouts
@@ -148,9 +149,10 @@ def _actor(
             continue
         ratio = torch.exp((logprob_T[first:last] - old_T[first:last]).mean())  # one per turn
         advantage = given.advantage_T[first:last].double()
-        low, high = 1 - 0.2 / (last - first), 1 + 0.2 / (last - first)
+        narrow = 1 / (last - first) ** AlgorithmConfig().clip_length_power
+        low, high = 0.8**narrow, 1.2**narrow
         least = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
-        dual = (1 + 2 / (last - first)) * advantage  # the ratio counts as at most this where A < 0
+        dual = 3**narrow * advantage  # the ratio counts as at most this where A < 0
         objective += torch.where(advantage < 0, torch.maximum(least, dual), least).sum() / count
         outside = (advantage > 0) & (ratio > high) | (advantage < 0) & (ratio < low)
         clipped += int(outside.sum())
