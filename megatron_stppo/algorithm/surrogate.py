@@ -128,6 +128,21 @@ def clipped(
     return (too_high_T | too_low_T) & (weight_T != 0)
 
 
+def decided(advantage_T: Tensor, weight_T: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return sum c A / sum c over each token's segment, in the inputs' dtype [T]; 0 for tokens of weight 0.
+
+    In place of A it leaves J and its gradient as they are where nothing is clipped, because they depend on
+    sum c A alone. But a segment is then clipped as a whole or not at all, by the sign of its own advantage.
+
+    Example: a turn with A = (1, 1, -0.2), equal weights and w = 1.3. Token by token, 1 and 1 are clipped, and
+    what is left lowers the probability of a turn whose advantage is 0.6. With 0.6 for each, all are clipped.
+    """
+    gain_S, loss_S = _signed_sums(advantage_T, weight_T, offsets)
+    weight_S = segment_sum(weight_T.double(), offsets)
+    mean_T = spread((gain_S + loss_S) / weight_S, offsets, len(advantage_T))
+    return mean_T.masked_fill(weight_T == 0, 0).to(advantage_T.dtype)
+
+
 def segment_sums(
     logprob_T: Tensor, old_logprob_T: Tensor, advantage_T: Tensor, weight_T: Tensor, offsets: Tensor | None
 ) -> Tensor:

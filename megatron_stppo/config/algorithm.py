@@ -18,11 +18,25 @@ ADVANTAGES = ("gae", "kl", *GROUPED)
 LOSSES = ("cispo",)  # the names in algorithm/own.py, which imports torch
 # Fields that are gone, with the value that changed nothing: the config.yaml of an older run has it
 IDLE = {"momentum": "keep"}
-# {field: (another field, the value of it with which alone the first has an effect)}
-ONLY_WITH = {
-    "mismatch_lower": ("mismatch", "mask"),
-    "turn_weight": ("advantage", "gigpo"),
-    "rate_rise": ("rate", "kl"),
+# {field: (another field, the values of it with which alone the first has an effect)}
+ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(
+        ("correction_apply", "correction_unit", "correction_strength", "correction_floor"),
+        ("correction", ("coefficient", "logit", "gradient")),
+    ),
+    **dict.fromkeys(
+        ("gae_level", "lam", "lam_critic", "lam_length", "whiten", "value_clip"), ("advantage", ("gae",))
+    ),
+    "gamma": ("advantage", ("gae", "kl", "group_turn", "gigpo")),
+    **dict.fromkeys(
+        ("mismatch_level", "mismatch_pooling", "mismatch_bound"), ("mismatch", ("truncate", "mask"))
+    ),
+    "mismatch_lower": ("mismatch", ("mask",)),
+    **dict.fromkeys(("rate_kl", "rate_rise"), ("rate", ("kl",))),
+    "select_bound": ("select", ("probability",)),
+    **dict.fromkeys(("clip_low", "clip_high"), ("select", ("all", "ratio"))),
+    "clip_decision": ("segments", ("turn", "sequence")),
+    "turn_weight": ("advantage", ("gigpo",)),
 }
 
 
@@ -66,9 +80,14 @@ class AlgorithmConfig(Section):
     clip_length_power: float = Field(
         1.0,
         ge=0,
-        description="power p of the segment's number of tokens n: ratios are clipped at 1 - clip_low n^-p, "
-        "1 + clip_high n^-p and 1 + (dual_clip - 1) n^-p; 1: the segment's probability is bounded; 0, as in "
-        "the paper: the same bounds for every length; no effect with segments=token",
+        description="power p of the segment's number of tokens n: ratios are clipped at (1 - clip_low), "
+        "(1 + clip_high) and dual_clip, each to the power of n^-p; 1: the segment's probability is bounded; "
+        "0, as in the paper: the same bounds for every length; no effect with segments=token",
+    )
+    clip_decision: Literal["token", "segment"] = Field(
+        "token",
+        description="whose advantage decides, with its sign, which bound holds: each token's own, or the "
+        "weighted mean of the segment's tokens, so that a segment is clipped as a whole",
     )
     aggregation: Literal[
         "token_mean",
@@ -284,7 +303,7 @@ class AlgorithmConfig(Section):
                 f"segments={a.segments} with {used}: it would have no effect",
                 "set segments=token",
             ),
-            *(self._has_effect(name, of, value) for name, (of, value) in ONLY_WITH.items()),
+            *(self._has_effect(name, of, values) for name, (of, values) in ONLY_WITH.items()),
             Rule(
                 not rises and (first, last, a.overlong_penalty) != (None, None, 1),
                 f"overlong_from={first}, overlong_to={last}, overlong_penalty={a.overlong_penalty}: the "
@@ -332,16 +351,24 @@ class AlgorithmConfig(Section):
                 "set kl_in=reward and a kl_coefficient such as 1",
             ),
             Rule(
+                a.kl_in == "reward" and a.kl_estimator != "k1" and a.kl_coefficient > 0,
+                f"kl_estimator={a.kl_estimator!r} in the reward: as a reward its gradient is not that of the "
+                "KL divergence, and may lead away from the reference",
+                "choose k1, or kl_in=loss",
+            ),
+            Rule(
                 a.kl_in == "loss" and a.kl_estimator == "k1" and a.kl_coefficient > 0,
                 "kl_estimator='k1' has no expected gradient as a loss",
                 "choose k2 or k3, or kl_in=reward",
             ),
         )
 
-    def _has_effect(self, name: str, of: str, value: str) -> Rule:
-        given, chosen = getattr(self, name), getattr(self, of)
+    def _has_effect(self, name: str, of: str, values: tuple[Any, ...]) -> Rule:
+        value, chosen = getattr(self, name), getattr(self, of)
+        idle = VARIANTS[self.preset].get(name, type(self).model_fields[name].default)
+        needed = " or ".join(values)
         return Rule(
-            given != type(self).model_fields[name].default and chosen != value,
-            f"{name}={given} with {of}={chosen!r}: it has an effect only with {of}={value}",
-            f"leave it out, or set {of}={value}",
+            value != idle and chosen not in values,
+            f"{name}={value} with {of}={chosen!r}: it has an effect only with {of}={needed}",
+            f"leave it out, or set {of}={needed}",
         )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio
-from megatron_stppo.algorithm.surrogate import compared, segment_sums, surrogate
+from megatron_stppo.algorithm.surrogate import compared, decided, segment_sums, surrogate
 from megatron_stppo.algorithm.variants import VARIANTS
 from tests.algorithm.reference import objective
 
@@ -17,6 +17,9 @@ TRAJECTORY = torch.tensor([0, 4])
 # Turn one: token ratios 1.44 and 1, geometric mean 1.2: on the bound. Turn two: 0.25 and 1, mean 0.5.
 RATIOS = torch.tensor([1.44, 1.0, 0.25, 1.0], dtype=torch.float64)
 ADVANTAGE = torch.tensor([1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+
+
+lengths = st.lists(st.integers(0, 5), min_size=1, max_size=8)
 
 
 def evaluate(ratios, advantage, offsets, weight=None, **given):
@@ -191,6 +194,39 @@ def test_a_ratio_is_compared_as_if_its_logarithm_were_that_of_one_token():
         assert compared(ratio, count, power, torch.float64).tolist() == pytest.approx(expected)
 
 
+def test_a_turn_is_clipped_as_a_whole_where_its_own_advantage_decides():
+    # A = (1, 1, -0.2): w = 1.3 leaves -0.2 / 3 * 1.3 / 3 for each token; their mean 0.6 leaves nothing.
+    old, ratio, c = torch.zeros(3), torch.full((3,), 1.3).log(), torch.full((3,), 1 / 3)
+    turn, advantage = torch.tensor([0, 3]), torch.tensor([1.0, 1.0, -0.2])
+    by_token = surrogate(ratio, old, advantage, c, turn, clip_low=0.2, clip_high=0.2)
+    assert by_token.gradient_T.tolist() == pytest.approx([-0.2 / 3 * 1.3 / 3] * 3)
+    whole = decided(advantage, c, turn)
+    assert whole.tolist() == pytest.approx([0.6] * 3)
+    out = surrogate(ratio, old, whole, c, turn, clip_low=0.2, clip_high=0.2)
+    assert out.clipped_T.all() and not out.gradient_T.any() and out.objective.item() == pytest.approx(0.72)
+    # Two turns; a token without weight does not count, and may be NaN.
+    shared = decided(
+        torch.tensor([1.0, math.nan, -1, 3]), torch.tensor([1.0, 0, 1, 3]), torch.tensor([0, 2, 4])
+    )
+    assert shared.tolist() == [1, 0, 2, 2]
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths, st.integers(0, 2**31))
+def test_the_advantage_of_a_turn_changes_nothing_where_nothing_is_clipped(lengths, seed):
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    draws = (torch.randn(int(offsets[-1]), generator=generator, dtype=torch.float64) for _ in range(3))
+    delta, advantage, weight = draws
+    weight, columns = weight.abs(), (delta, torch.zeros_like(delta))
+    outs = [
+        surrogate(*columns, a, weight, offsets, clip_low=1, clip_high=math.inf)
+        for a in (advantage, decided(advantage, weight, offsets))
+    ]
+    torch.testing.assert_close(outs[0].objective, outs[1].objective)
+    torch.testing.assert_close(outs[0].gradient_T, outs[1].gradient_T)
+
+
 def test_an_empty_turn_with_bounds_that_follow_the_length_changes_nothing():
     out = evaluate([1.1, 0.9], [1.0, 1.0], torch.tensor([0, 0, 2, 2]), clip_length_power=1.0)
     assert out.ratio_S.tolist() == pytest.approx([1, 0.99**0.5, 1]) and out.objective.isfinite()
@@ -251,9 +287,6 @@ def test_nan_with_weight_reaches_objective_and_gradient():
 def test_the_objective_of_no_tokens_is_zero():
     out = evaluate([], [], torch.tensor([0]))
     assert out.objective.item() == 0 and len(out.gradient_T) == 0
-
-
-lengths = st.lists(st.integers(0, 5), min_size=1, max_size=8)
 
 
 @settings(max_examples=40, deadline=None)
