@@ -69,6 +69,12 @@ def calibrated_norm(bias_sq: float, grad_sq: float, gradient_norm: float) -> flo
     return size / remaining * gradient_norm
 
 
+def removed_share(bias_sq: float, grad_sq: float) -> float:
+    """Return ||C|| / (||C|| + ||grad J||) from their squared estimates; 0 if both are 0."""
+    size, remaining = math.sqrt(max(bias_sq, 0.0)), math.sqrt(max(grad_sq, 0.0))
+    return size / (size + remaining) if size > 0 else 0.0
+
+
 def in_unit(
     bias_norm: float, unit: Unit, *, tokens: float, weight: float = 1.0, gradient_norm: float = 0.0
 ) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron_stppo.algorithm.penalties import k1, k3
+from megatron_stppo.algorithm.ratio import segment_sum
 from megatron_stppo.base.types import Batch, Summary, UpdatedBatch, Versions
 from megatron_stppo.data.ledger import without_variance
 
@@ -164,8 +165,20 @@ def describe_batch(batch: UpdatedBatch) -> dict[str, Any]:
     row |= {"advantage/mean": _mean(advantage_T), "advantage/variance": _variance(advantage_T)}
     if batch.value_T is not None and batch.return_T is not None:
         row["advantage/variance_before_whitening"] = _variance((batch.return_T - batch.value_T)[live_T])
-        row["critic/explained_variance"] = explained_variance(batch.value_T[live_T], batch.return_T[live_T])
+        if _rewards_differ(batch):
+            explained = explained_variance(batch.value_T[live_T], batch.return_T[live_T])
+            row["critic/explained_variance"] = explained
     return row
+
+
+def _rewards_differ(batch: Batch) -> bool:
+    """Return whether the variance of the trajectories' rewards is above 1e-4 of the largest one squared.
+
+    Below that, returns differ by little more than KL penalties, and the share of it that values explain says
+    nothing.
+    """
+    reward_N = segment_sum(batch.reward_T.double(), batch.action_offsets)[batch.live_N]
+    return len(reward_N) > 0 and _variance(reward_N) > 1e-4 * float(reward_N.abs().max()) ** 2
 
 
 def current_mismatch(batch: Batch, logprob_T: Tensor, known_T: Tensor, version: int) -> dict[str, float]:

@@ -161,7 +161,8 @@ def update(
         return _skipped(learner, *learner.trainers), None, UpdatedBatch.of(batch)
     head, packer = learner.head(actor.model), learner.packer
     valued = with_observations(batch) if a.gae_observations else batch  # the critic's batch
-    ratios, steps, distinct = Ratios(batch, a), list[dict[str, float]](), list[tuple[float, float]]()
+    ratios, distinct = Ratios(batch, a), list[tuple[float, float]]()
+    steps, acting = list[dict[str, float]](), list[dict[str, float]]()
     count = config.update.epochs * config.update.minibatches
     for epoch in batch.epochs:
         packer.keep(epoch)
@@ -186,6 +187,7 @@ def update(
                 if critic
             ]
             steps.append(step.metrics | mean_of(of_critic))
+            acting += [step.acting] if step.acting else []
     packer.keep(())
     if a.correction_probe and learner.mesh.rank == 0:
         write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)
@@ -199,7 +201,7 @@ def update(
         actor.memory = replace(actor.memory, kl_after=after)
     updated = UpdatedBatch.of(batch)
     agreement = current_mismatch(batch, *_at_start(updated, ratios, config.old_logprob_source), iteration)
-    return mean_of(steps) | ratios.row() | measured | agreement, ratios.last, updated
+    return mean_of(steps) | mean_of(acting) | ratios.row() | measured | agreement, ratios.last, updated
 
 
 def _at_start(batch: UpdatedBatch, ratios: Ratios, source: str) -> tuple[Tensor, Tensor]:

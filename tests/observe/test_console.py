@@ -59,7 +59,8 @@ def test_an_explained_variance_without_a_meaning_is_not_shown_as_a_number() -> N
 
 
 def test_columns_are_named_so_that_they_are_understood_without_a_manual() -> None:
-    assert line({"actor/acted_share": 0.75}) == "clipped or scaled steps 75%"
+    of = {"actor/removed_share": 0.75, "actor/effective_share": 0.5}
+    assert line(of) == "clipped gradient 75%, rate 50%"
     assert line({"evaluate/reward": 0.5, "evaluate/exact_match": 0.0}) == (
         "held-out reward 0.500, held-out exact match 0.000"
     )

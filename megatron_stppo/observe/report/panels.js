@@ -12,7 +12,7 @@ const PANELS = [
     "actor/clipping_bias_logit": "logit", "actor/clipping_bias_gradient": "gradient",
   }],
   ["Correction, scale", { "actor/correction_scale": "scale" }],
-  ["Steps that clipping, correction or controller changed", { "actor/acted_share": "share" }],
+  ["Gradient that clipping removed, and rate of the steps, shares", { "actor/removed_share": "removed gradient", "actor/effective_share": "effective rate" }],
   ["KL to the old policy, nats per token", { "actor/kl_to_old": "before the steps", "actor/kl_after": "after the update" }],
   ["KL to the reference, nats per token", { "kl/reference": "k1", "kl/reference_k3": "k3" }],
   ["Entropy, nats per token", { "actor/entropy": "entropy" }],

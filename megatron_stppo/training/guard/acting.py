@@ -1,10 +1,12 @@
-"""Watch whether what the preset is named for changes any step, and whether its critic predicts anything.
+"""Watch whether what the preset is named for acts, whether it freezes the run, and what the critic explains.
 
-A preset whose mechanisms never act trains as the policy gradient alone does, whatever its name says.
+A preset whose mechanisms never act trains as the policy gradient alone does, whatever its name says. One
+whose mechanisms act all the time trains at a small part of the configured rate.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,101 +18,98 @@ WINDOW = 10  # iterations
 
 
 @dataclass(frozen=True)
-class Mechanism:
-    """A column of metrics.jsonl that says whether something works.
-
-    Example: nothing was clipped in WINDOW iterations in a row: "clipping changed no step of ..".
-    """
+class Watched:
+    """A column of metrics.jsonl, and what to say if its values of the last WINDOW iterations are wrong."""
 
     column: str
-    works: Callable[[float], bool]
-    text: str  # with what the user can do
+    wrong: Callable[[list[float]], bool]
+    text: str
 
 
 LAST = f"of the last {WINDOW} iterations"
-CLIPPING = Mechanism(
-    "actor/clip_fraction",
-    lambda share: share > 0,
-    f"clipping changed no step {LAST}; raise update.actor.lr or update.minibatches, or lower "
-    "algorithm.clip_low and algorithm.clip_high",
-)
-SELECTION = Mechanism(
-    "actor/selected",
-    lambda share: share < 1,
-    f"the selection took nothing out of any step {LAST}; raise update.actor.lr, or lower its bounds",
-)
-CORRECTION = Mechanism(
-    "actor/correction_scale",
-    lambda scale: scale != 1,
-    f"the correction changed no step {LAST}; it acts only where tokens are clipped, and where "
-    "algorithm.correction_floor lets it",
-)
-CONTROLLER = Mechanism(
-    "actor/rate_scale",
-    lambda factor: factor != 1,
-    f"the controller algorithm.rate changed no step {LAST}; raise update.actor.lr, or with rate=kl lower "
-    "algorithm.rate_kl",
-)
-CRITIC = Mechanism(
-    "critic/explained_variance",
-    lambda share: share >= 0,
-    f"the critic predicted returns worse than their mean in each {LAST}; raise update.critic.lr or "
-    "update.critic_steps, or begin with update.critic_only or `cold-start --critic`",
-)
+PLAIN = "nothing is wrong if rewards rise, but the run is what it would be without it"
+WATCHED = {
+    "clipping": Watched(
+        "actor/clip_fraction",
+        lambda shares: not any(shares),
+        f"clipping changed no step {LAST}; {PLAIN}",
+    ),
+    "selection": Watched(
+        "actor/selected",
+        lambda shares: min(shares) == 1,
+        f"the selection took nothing out of any step {LAST}; {PLAIN}",
+    ),
+    "correction": Watched(
+        "actor/correction_scale",
+        lambda scales: all(scale == 1 for scale in scales),
+        f"the correction changed no step {LAST}; it acts only where tokens are clipped, and where "
+        "algorithm.correction_floor lets it",
+    ),
+    "controller": Watched(
+        "actor/rate_scale",
+        lambda factors: all(factor == 1 for factor in factors),
+        f"the controller algorithm.rate changed no step {LAST}; {PLAIN}",
+    ),
+    "rate": Watched(
+        "actor/effective_share",
+        lambda shares: statistics.fmean(shares) < 0.3,
+        f"the run is nearly frozen: the steps {LAST} had less than 30 % of the configured rate. Compare "
+        "actor/correction_scale and actor/rate_scale: the policy moves further in a step than the bounds, or "
+        "algorithm.rate_kl, allow; lower update.actor.lr, or take fewer steps from the same rollouts",
+    ),
+    "critic": Watched(
+        "critic/explained_variance",
+        lambda shares: statistics.fmean(shares) < 0.05,
+        f"the critic explained less than 5 % of the variance of the returns {LAST}; raise update.critic.lr "
+        "or update.critic_steps, or begin with update.critic_only or `cold-start --critic`",
+    ),
+}
 
 
 class Acting:
-    """Records which mechanisms changed the steps of the last WINDOW iterations.
-
-    Iterations without an applied step are left out. The warm-up of the rate is not counted as idle.
-
-    Example: of 2 steps each in 10 iterations, 5 in all had a clipped token: actor/acted_share is 0.25.
-    """
+    """Keeps columns of the last WINDOW iterations that applied a step. The rate's warm-up is left out."""
 
     def __init__(self, algorithm: AlgorithmConfig, rate: float) -> None:
         """rate: update.actor.lr."""
-        configured = {
-            "clipping": (CLIPPING, algorithm.clips),
-            "selection": (SELECTION, algorithm.loss is None and algorithm.select != "all"),
-            "correction": (CORRECTION, algorithm.correction != "off"),
-            "controller": (CONTROLLER, algorithm.rate != "constant"),
-            "critic": (CRITIC, algorithm.advantage == "gae"),
+        applies = {
+            "clipping": algorithm.clips,
+            "selection": algorithm.loss is None and algorithm.select != "all",
+            "correction": algorithm.correction != "off",
+            "controller": algorithm.rate != "constant",
+            "rate": True,
+            "critic": algorithm.advantage == "gae",
         }
-        self._watched = {name: watched for name, (watched, given) in configured.items() if given}
-        self._idle = dict.fromkeys(self._watched, 0)  # iterations in a row
+        self._values = {name: deque[float](maxlen=WINDOW) for name, it_does in applies.items() if it_does}
         self._said: set[str] = set()
-        self._shares: deque[float] = deque(maxlen=WINDOW)
         self._rate = rate
 
-    def look(self, row: Mapping[str, Any]) -> tuple[dict[str, float], list[str]]:
-        """Record an iteration's row. Return its column actor/acted_share, and warnings.
+    def look(self, row: Mapping[str, Any]) -> list[str]:
+        """Record an iteration's row. Return warnings, each once in a run.
 
-        A warning comes once for each mechanism, when it has not worked in WINDOW iterations in a row.
-        Clipping and correction, which acts only beside it, give one. row["actor/acted_share"] is the share of
-        the iteration's own steps; losses in place of the surrogate have none.
+        Clipping and correction, which acts only beside it, give one. A column that the row lacks, because its
+        value would mean nothing, is not recorded.
         """
-        if row.get("actor/held", 1.0) == 1.0:
-            return {}, []
-        warm = row["actor/lr"] >= self._rate * (1 - 1e-9)
-        for name, watched in self._watched.items():
-            if watched.works(row[watched.column]):
-                self._idle[name] = 0
-            elif warm:
-                self._idle[name] += 1
-        late = [name for name, count in self._idle.items() if count >= WINDOW and name not in self._said]
+        if row.get("actor/held", 1.0) == 1.0 or row["actor/lr"] < self._rate * (1 - 1e-9):
+            return []
+        late = []
+        for name, values in self._values.items():
+            value = row.get(WATCHED[name].column)
+            if value is not None:
+                values.append(value)
+            if len(values) == WINDOW and WATCHED[name].wrong([*values]) and name not in self._said:
+                late.append(name)
         self._said |= set(late)
-        texts = [self._watched[n].text for n in late if n != "correction" or "clipping" not in late]
-        own = row.get("actor/acted_share")
-        if own is None:
-            return {}, texts
-        self._shares.append(own)
-        return {"actor/acted_share": sum(self._shares) / len(self._shares)}, texts
+        return [WATCHED[name].text for name in late if name != "correction" or "clipping" not in late]
 
     def state(self) -> dict[str, Any]:
         """Return the state for the checkpoint, which JSON can represent."""
-        return {"shares": list(self._shares), "idle": dict(self._idle), "said": sorted(self._said)}
+        return {
+            "values": {name: list(values) for name, values in self._values.items()},
+            "said": sorted(self._said),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self._shares.extend(state.get("shares", ()))
-        self._idle |= {name: count for name, count in state.get("idle", {}).items() if name in self._idle}
+        for name, values in state.get("values", {}).items():
+            if name in self._values:
+                self._values[name].extend(values)
         self._said |= set(state.get("said", ()))

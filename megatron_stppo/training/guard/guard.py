@@ -158,8 +158,11 @@ class UpdateGuard:
             run, mesh = self._run, self._mesh
             dumps.write(run.folder, iteration, batch, group_N, mesh, reasons, run.keep_dumps)
         self._spend_budget(where)
-        row_of_faults = {"fault/spikes": float(len(spikes))} | self._look_at_mechanisms(iteration, row)
-        return row_of_faults | (self._roll_back(iteration) if spiked and self._rolls_back else {})
+        for text in self._acting.look(row):
+            self._warn(iteration, text)
+        return {"fault/spikes": float(len(spikes))} | (
+            self._roll_back(iteration) if spiked and self._rolls_back else {}
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the state for the checkpoint, which JSON can represent."""
@@ -169,12 +172,6 @@ class UpdateGuard:
         self._spikes.restore(state.get("spikes", {}))
         self._held = state.get("held", 0)
         self._acting.restore(state.get("acting", {}))
-
-    def _look_at_mechanisms(self, iteration: int, row: Mapping[str, Any]) -> dict[str, float]:
-        share, warnings = self._acting.look(row)
-        for text in warnings:
-            self._warn(iteration, text)
-        return share
 
     def _count_held(self, iteration: int, held: bool, by_rewards: bool) -> None:
         """Count the iterations in a row in which no step of the actor was applied.

@@ -25,6 +25,7 @@ from megatron_stppo.algorithm.correction import (
     calibrated_norm,
     correction_scale,
     in_unit,
+    removed_share,
 )
 from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
@@ -66,6 +67,7 @@ class ActorStep:
     """What an optimizer step of the actor computed. Equal on every rank."""
 
     metrics: dict[str, float]
+    acting: dict[str, float]  # metrics of a step that bounds or a controller could change; {} for others
     ratios: StepRatios
     distinct: tuple[float, float]  # tokens that were computed, and those of the trajectories
 
@@ -196,7 +198,6 @@ def actor_step(
     finite = finite and math.isfinite(bias_norm)
     stepped = actor.step(norm, scale if on_gradient else 1.0, on_rate, finite=finite, hold=hold)
     moved = stepped and not hold
-    acts = sums["clipped"] > 0 or scale != 1 or factor != 1 or ratios.selected < 1
     if moved:
         actor.memory = StepMemory(factor, memory.kl_after)
     metrics = {
@@ -217,9 +218,13 @@ def actor_step(
         "actor/skipped": float(not stepped),
         "actor/held": float(hold),
     }
-    if a.loss is None:  # what another loss limits is not counted
-        metrics["actor/acted_share"] = float(moved and acts)
-    return ActorStep(metrics, ratios, (sums["computed"], sums["packed"]))
+    acting = {}
+    first = index == 0 and a.old_policy == "score"  # its ratios are 1
+    if moved and not (first and factor == 1):
+        acting["actor/effective_share"] = on_rate
+        if a.clips:
+            acting["actor/removed_share"] = removed_share(sums["logit_bias_sq"], sums["logit_grad_sq"])
+    return ActorStep(metrics, acting, ratios, (sums["computed"], sums["packed"]))
 
 
 def _rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, index: int, steps: int) -> float:
