@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
 from megatron_stppo.algorithm.rate import RATES, RateInput, StepMemory, capped_kl, may_rise, measured_kl
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.algorithm.selection import leaving
+from megatron_stppo.algorithm.surrogate import decided
 from megatron_stppo.base.types import EstimatedBatch, Minibatch, ScoredBatch
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.division import Packer, chosen_tokens
@@ -93,6 +94,15 @@ class ActorLoss:
         loss, record, _ = self.head.loss(hidden, microbatch, self.bias_terms)
         return loss, record
 
+    @cached_property
+    def advantage_T(self) -> Tensor:
+        """The advantages whose signs decide what is clipped, float32 [T]."""
+        a, batch = self.algorithm, self.batch
+        if a.clip_decision == "token":
+            return batch.advantage_T
+        offsets = segment_offsets(a.segments, batch.turn_offsets, batch.action_offsets)
+        return decided(batch.advantage_T, self.weight_T, offsets)
+
     def terms(self, tokens: ActionTokens) -> tuple[Tensor, Tensor]:
         """Return (loss, SUMS without the last two) of some action tokens."""
         a, logprob_T = self.algorithm, tokens.logprob_T
@@ -120,7 +130,7 @@ class ActorLoss:
     def surrogate(self, tokens: ActionTokens, **wanted: Any) -> ClippedSurrogate:
         a, old_T = self.algorithm, self.batch.old_logprob_T
         old_T = tokens.logprob_T.detach() if old_T is None else self.at(tokens, old_T)
-        weight_T, advantage_T = self.at(tokens, self.weight_T), self.at(tokens, self.batch.advantage_T)
+        weight_T, advantage_T = self.at(tokens, self.weight_T), self.at(tokens, self.advantage_T)
         group = self.head.mesh.context_group if self.head.mesh.context_size > 1 else None
         if a.select != "all":
             add_up = partial(dist.all_reduce, group=group) if group is not None else lambda sums: None
@@ -190,7 +200,8 @@ def actor_step(
             bias_norm = bias_norms[a.correction]
             scale = correction_scale(a.correction_strength * bias_norm, sums["clipped"], a.correction_floor)
     logprob_T = gather(microbatches, [record.logprob_T for record in records], len(loss.weight_T), mesh)
-    ratios = StepRatios.of(loss.batch, logprob_T, loss.weight_T, minibatch.chosen, a)
+    compared = replace(loss.batch, advantage_T=loss.advantage_T)
+    ratios = StepRatios.of(compared, logprob_T, loss.weight_T, minibatch.chosen, a)
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
     factor = _rate_scale(actor, loss, ratios, index, steps) if finite else memory.rate_scale
     rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"

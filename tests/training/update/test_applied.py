@@ -17,7 +17,7 @@ HALVED = {
     "correction_floor": 2.0,
 }
 # with the weights and the bounds of turn_ppo, to compare the two
-PRINTED = {"preset": "paper", "aggregation": "token_mean", "clip_length_power": 1}
+PRINTED = {"preset": "paper", "aggregation": "token_mean", "clip_length_power": 1, "dual_clip": 3}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "turn_ppo": {"preset": "turn_ppo"},
     "step": {**HALVED, "correction_apply": "step"},
@@ -32,6 +32,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "sums": {"preset": "turn_ppo", "aggregation": "sequence_mean_token_sum"},
     "short": {"preset": "turn_ppo"},
     "wide": {"preset": "turn_ppo", "clip_low": 0.99, "clip_high": 1000.0, "clip_length_power": 0},
+    "whole": {"preset": "turn_ppo", "clip_decision": "segment"},
+    "wide and whole": {
+        "preset": "turn_ppo",
+        "clip_low": 0.99,
+        "clip_high": 1000.0,
+        "clip_length_power": 0,
+        "clip_decision": "segment",
+    },
     "products": {"preset": "turn_ppo", "pooling": "sum", "clip_length_power": 0},
     "entropy": {"preset": "turn_ppo", "entropy_coefficient": 0.01},
     "twice the entropy": {"preset": "turn_ppo", "entropy_coefficient": 0.02},
@@ -84,6 +92,14 @@ def test_the_papers_form_divides_by_the_exact_norm_whatever_its_size(steps: Any)
     assert numbers["actor/correction_scale"] == pytest.approx(1 / norm)
     torch.testing.assert_close(divided, gradient / norm)
     assert plain["actor/correction_scale"] == 1 and plain["actor/clipping_bias"] == 0
+
+
+def test_the_advantage_of_a_turn_decides_what_is_clipped_and_nothing_else(steps: Any) -> None:
+    (plain, gradient, _), (numbers, other, _) = steps["turn_ppo"], steps["whole"]
+    assert numbers["actor/clip_fraction"] != plain["actor/clip_fraction"] and not torch.equal(other, gradient)
+    (_, unclipped, _), (wide, same, _) = steps["wide"], steps["wide and whole"]
+    assert wide["actor/clip_fraction"] == 0
+    torch.testing.assert_close(same, unclipped, rtol=1e-4, atol=1e-7)
 
 
 def test_the_strength_multiplies_the_bias(steps: Any) -> None:

@@ -154,6 +154,7 @@ def _actor(
         least = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
         dual = 3**narrow * advantage  # the ratio counts as at most this where A < 0
         objective += torch.where(advantage < 0, torch.maximum(least, dual), least).sum() / count
+        beyond = (advantage < 0) & (ratio > 3**narrow)
         outside = (advantage > 0) & (ratio > high) | (advantage < 0) & (ratio < low)
         clipped += int(outside.sum())
         ratios.append(ratio.item())
@@ -162,7 +163,7 @@ def _actor(
             by_turn[name] = (out + int(outside.sum()), of + last - first)
         lost += (ratio * advantage[outside]).sum() / count
         slope = 1 - 2 * logprob_T[first:last].exp() + sum_p_sq_T[first:last]
-        for which, part in enumerate((advantage[outside], advantage[~outside])):
+        for which, part in enumerate((advantage[outside], advantage[~outside & ~beyond])):
             coefficient = ratio.item() * float(part.sum()) / (last - first) / count  # of every token
             sizes["coefficient"][which] += coefficient**2 * (last - first)
             sizes["logit"][which] += coefficient**2 * float(slope.detach().sum())
