@@ -11,6 +11,7 @@ from megatron_stppo.algorithm.gae import token_level
 from megatron_stppo.algorithm.ratio import segment_sum
 
 EPSILON = 1e-8  # added to a variance; keeps the division finite
+LEAST = 0.5  # of the usual deviation, that whitening divides by
 
 
 def group_relative(
@@ -97,13 +98,18 @@ BY_TURN: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], bool]] = {
 }
 
 
-def whitened(advantage_T: Tensor, live_T: Tensor) -> Tensor:
-    """Return the advantages with mean 0 and variance 1 over the live action tokens; 0 for the others.
+def whitened(advantage_T: Tensor, live_T: Tensor, usual: float = 0.0) -> tuple[Tensor, float]:
+    """Return the advantages with mean 0 and variance 1 over the live action tokens, and their deviation.
 
-    advantage_T: the action tokens of the global batch.
+    advantage_T: the action tokens of the global batch; those that are not live become 0. usual: the mean of
+    the deviations of earlier batches. The divisor is at least LEAST of it, so that the variance may end below
+    1: otherwise the one failure among many episodes would make steps that are many times the usual ones.
+
+    Example: one failure in 512 has the advantage -22.6; after batches half of whose rewards are 0, -4.
     """
     live = advantage_T[live_T].double()
     count = max(len(live), 1)
     centred_T = advantage_T.double() - live.sum() / count
-    variance = centred_T[live_T].square().sum() / count
-    return (centred_T / (variance + EPSILON).sqrt()).masked_fill(~live_T, 0)
+    deviation = (centred_T[live_T].square().sum() / count + EPSILON).sqrt()
+    divisor = deviation.clamp(min=LEAST * usual)
+    return (centred_T / divisor).masked_fill(~live_T, 0), float(deviation)

@@ -14,7 +14,7 @@ in StepMemory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from torch import Tensor
@@ -38,6 +38,13 @@ class StepMemory:
 
     rate_scale: float = 1.0  # the factor of algorithm.rate
     kl_after: float = 0.0  # actor/kl_after of the last update in which a step was applied
+    deviation: float = 0.0  # mean over `whitened` batches of the advantages' deviation before whitening
+    whitened: int = 0
+
+    def with_deviation(self, deviation: float) -> Self:
+        """Return the memory after another batch whose advantages were whitened."""
+        mean = self.deviation + (deviation - self.deviation) / (self.whitened + 1)
+        return replace(self, deviation=mean, whitened=self.whitened + 1)
 
     @classmethod
     def of(cls, written: Mapping[str, Any]) -> Self:

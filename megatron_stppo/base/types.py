@@ -334,6 +334,7 @@ class EstimatedBatch(ScoredBatch):
     advantage_T: torch.Tensor
     return_T: torch.Tensor | None = None  # the targets of the critic; None without one
     return_R: torch.Tensor | None = None
+    deviation: float = 0.0  # of the advantages before whitening; 0: they are not whitened
 
 
 @dataclass(frozen=True, kw_only=True)

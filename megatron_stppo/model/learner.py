@@ -42,6 +42,11 @@ class Learner:
         given = {"actor": self.actor, "critic": self.critic}
         return {role: trainer for role, trainer in given.items() if trainer is not None}
 
+    @property
+    def usual_deviation(self) -> float:
+        """StepMemory.deviation of the actor; 0 without one."""
+        return self.actor.memory.deviation if self.actor is not None else 0.0
+
     @cached_property
     def reference_shape(self) -> ModelShape:
         """The shape of the KL reference, also if it is not built."""

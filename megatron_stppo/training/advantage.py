@@ -19,14 +19,18 @@ from megatron_stppo.data.observed import action_rows, with_observations
 
 
 def estimate(
-    batch: ScoredBatch, algorithm: AlgorithmConfig, group_N: Tensor, own: OwnAdvantage | None = None
+    batch: ScoredBatch,
+    algorithm: AlgorithmConfig,
+    group_N: Tensor,
+    own: OwnAdvantage | None = None,
+    usual: float = 0.0,
 ) -> EstimatedBatch:
     """Return the batch with its advantages and, for GAE, its returns.
 
     With algorithm.truncated=mask, truncated trajectories are not live any more. With gae_observations,
     return_R is filled too, and whitening includes the observation tokens.
 
-    own: algorithm.advantage, if it names a function.
+    own: algorithm.advantage, if it names a function. usual: StepMemory.deviation, see `whitened`.
     group_N: int64 [N], equal for the trajectories of one task. Every rank has the columns of all action
     tokens, so no collective is needed.
     Raises ValueError if the batch lacks values or log-probs that the settings need.
@@ -34,13 +38,19 @@ def estimate(
     if algorithm.truncated == "mask":
         batch = replace(batch, live_N=batch.live_N & ~batch.cut_N)
     shaped = _shaped(batch, algorithm)
-    if not algorithm.gae_observations:
-        advantage_T, return_T = _over_actions(shaped, algorithm, group_N, own)
-        return EstimatedBatch.of(batch, advantage_T=advantage_T, return_T=return_T)
-    rows = action_rows(batch)
-    advantage_R, return_R = _over_actions(with_observations(shaped), algorithm, group_N)
-    assert return_R is not None, "only GAE includes observations"
-    return EstimatedBatch.of(batch, advantage_T=advantage_R[rows], return_T=return_R[rows], return_R=return_R)
+    whole = with_observations(shaped) if algorithm.gae_observations else shaped
+    advantage_T, return_T = _over_actions(whole, algorithm, group_N, own)
+    deviation = 0.0
+    if algorithm.advantage == "gae" and algorithm.whiten and _rewards_vary(shaped):
+        advantage_T, deviation = whitened(advantage_T, whole.live_T, usual)
+    advantage_T, return_R = advantage_T.float(), None
+    if algorithm.gae_observations:
+        assert return_T is not None, "only GAE includes observations"
+        rows, return_R = action_rows(batch), return_T
+        advantage_T, return_T = advantage_T[rows], return_T[rows]
+    return EstimatedBatch.of(
+        batch, advantage_T=advantage_T, return_T=return_T, return_R=return_R, deviation=deviation
+    )
 
 
 def _shaped(batch: BatchT, algorithm: AlgorithmConfig) -> BatchT:
@@ -69,10 +79,7 @@ def _over_actions(
     reward_T = with_kl_penalty(batch, in_reward, algorithm.kl_estimator)
     advantage_T, return_T = _gae(batch, reward_T, algorithm)
     dead_T = ~batch.live_T
-    advantage_T, return_T = advantage_T.masked_fill(dead_T, 0), return_T.masked_fill(dead_T, 0)
-    if algorithm.whiten and _rewards_vary(batch):
-        advantage_T = whitened(advantage_T, batch.live_T)
-    return advantage_T.float(), return_T.float()
+    return advantage_T.masked_fill(dead_T, 0), return_T.masked_fill(dead_T, 0).float()
 
 
 def has_signal(

@@ -73,7 +73,7 @@ def train(
         # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
             group_N = groups_of(played.every)
-            batch = estimate(scored, config.algorithm, group_N, own.advantage)
+            batch = estimate(scored, config.algorithm, group_N, own.advantage, learner.usual_deviation)
             hold = not has_signal(batch, config.algorithm, group_N, own.advantage)
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):

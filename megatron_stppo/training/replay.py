@@ -77,7 +77,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
             learner.load_for("score")
             scored, group_N, row = source.read(learner, run, number)
         with metrics.phase("advantage"):
-            batch = estimate(scored, config.algorithm, group_N, own.advantage)
+            batch = estimate(scored, config.algorithm, group_N, own.advantage, learner.usual_deviation)
         with metrics.phase("update"):
             learner.load_for("update")
             hold = not has_signal(batch, config.algorithm, group_N, own.advantage)

@@ -199,6 +199,8 @@ def update(
         assert ratios.first is not None
         measured["actor/kl_after"] = after = kl_after(learner, batch, ratios.first)
         actor.memory = replace(actor.memory, kl_after=after)
+        if batch.deviation > 0:
+            actor.memory = actor.memory.with_deviation(batch.deviation)
     updated = UpdatedBatch.of(batch)
     agreement = current_mismatch(batch, *_at_start(updated, ratios, config.old_logprob_source), iteration)
     return mean_of(steps) | mean_of(acting) | ratios.row() | measured | agreement, ratios.last, updated

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megatron_stppo.algorithm.baselines import group_relative, whitened
+from megatron_stppo.algorithm.rate import StepMemory
 from megatron_stppo.base.types import ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import to_batch
@@ -32,7 +33,8 @@ def scored(trajectories, value=0.0):
 
 
 def settings(**given):
-    return AlgorithmConfig(**({"preset": "ppo", "kl_coefficient": 0.0, "whiten": False} | given))
+    alone = {"whiten": False} if given.get("preset", "ppo") == "ppo" and "advantage" not in given else {}
+    return AlgorithmConfig(**({"preset": "ppo", "kl_coefficient": 0.0} | alone | given))
 
 
 def groups(batch):
@@ -165,7 +167,29 @@ def test_whitening_gives_mean_0_and_variance_1_over_live_tokens():
     # (1, 1, 0 x 6): mean 1/4, variance 3/16
     expected = [0.75 / (3 / 16) ** 0.5] * 2 + [-0.25 / (3 / 16) ** 0.5] * 6
     assert advantage.tolist() == pytest.approx(expected, rel=1e-5)
-    assert whitened(torch.ones(2), torch.zeros(2, dtype=torch.bool)).tolist() == [0.0, 0.0]
+    assert whitened(torch.ones(2), torch.zeros(2, dtype=torch.bool))[0].tolist() == [0.0, 0.0]
+
+
+def test_one_failure_of_many_does_not_become_a_multiple_of_the_usual_advantage():
+    # One 0 and 511 times 1: deviation 0.0442, so -22.6. Half 0 and half 1: 0.5, whatever was usual.
+    failed = torch.ones(512)
+    failed[0] = 0
+    live, usual = torch.ones(512, dtype=torch.bool), 0.5
+    alone, deviation = whitened(failed, live)
+    assert alone[0] == pytest.approx(-22.6, abs=0.01) and deviation == pytest.approx(0.0442, abs=1e-4)
+    assert whitened(failed, live, usual)[0][0] == pytest.approx(-511 / 512 / 0.25)
+    half = torch.arange(512) % 2
+    for before in (0.0, 0.5, 0.9):
+        assert whitened(half.float(), live, before)[0].tolist() == pytest.approx([-1, 1] * 256)
+
+
+def test_the_usual_deviation_is_the_mean_over_the_batches_that_were_whitened():
+    memory = StepMemory().with_deviation(0.5).with_deviation(0.3)
+    assert memory == StepMemory(deviation=pytest.approx(0.4), whitened=2)
+    batch = scored([trajectory([1.0]), trajectory([0.0])])
+    narrow = estimate(batch, settings(whiten=True), groups(batch), usual=4.0)
+    assert narrow.deviation == pytest.approx(0.5) and narrow.advantage_T[0] == pytest.approx(0.25)
+    assert estimate(batch, settings(whiten=False), groups(batch)).deviation == 0
 
 
 def test_a_batch_without_reward_variance_is_not_whitened():
@@ -205,7 +229,7 @@ def test_a_small_deviation_is_not_scaled_up_to_1():
     expected = pytest.approx([-(0.5**0.5), 0.5**0.5])
     both = torch.ones(2)
     assert group_relative(torch.tensor([0.0, 2e-4]), both, both.bool(), True).tolist() == expected
-    assert whitened(torch.tensor([0.0, 2e-4]), both.bool()).tolist() == expected
+    assert whitened(torch.tensor([0.0, 2e-4]), both.bool())[0].tolist() == expected
 
 
 def test_a_group_whose_first_histories_have_failed_has_no_baseline():

@@ -154,7 +154,7 @@ def _iterate(stage: Stage, played: Played | None = None) -> Iterated:
     used = rewarded(used, _rewards(used, iteration))
     rollouts.load_for("score")
     scored = score(learner, distribute(learner, used, iteration))
-    batch = estimate(scored, algorithm, groups_of(used.every), own.advantage)
+    batch = estimate(scored, algorithm, groups_of(used.every), own.advantage, learner.usual_deviation)
     rollouts.load_for("update")
     row, _, _ = update(learner, batch, iteration, own=own.loss)
     rollouts.load_for("checkpoint")

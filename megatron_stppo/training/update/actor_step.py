@@ -210,7 +210,7 @@ def actor_step(
     stepped = actor.step(norm, scale if on_gradient else 1.0, on_rate, finite=finite, hold=hold)
     moved = stepped and not hold
     if moved:
-        actor.memory = StepMemory(factor, memory.kl_after)
+        actor.memory = replace(memory, rate_scale=factor)
     metrics = {
         "actor/objective": sums["objective"],
         "actor/entropy": sums["entropy"] * per_weight,
