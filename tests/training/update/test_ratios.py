@@ -212,6 +212,6 @@ def test_a_failed_trajectory_may_be_nan_with_a_mismatch_weight(kind: str, level:
     given = batch((1, 1), (2,), (1,))
     nan_T = torch.tensor([0.0, 0.0, math.nan, math.nan, 0.0])
     given = replace(given, live_N=torch.tensor([True, False, True]), rollout_logprob_T=nan_T)
-    settings = AlgorithmConfig.model_validate({"preset": "st_ppo", "mismatch": kind, "mismatch_level": level})
+    settings = AlgorithmConfig(preset="st_ppo").changed(mismatch=kind, mismatch_level=level)
     weight_T = minibatch_weights(given, [0, 1, 2], settings)
     assert weight_T.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 1 / 3])
