@@ -29,7 +29,7 @@ from megatron_stppo.algorithm.correction import (
 )
 from megatron_stppo.algorithm.own import OwnLoss
 from megatron_stppo.algorithm.penalties import kl, mismatch_weight, weighted_sum
-from megatron_stppo.algorithm.rate import RATES, RateInput, StepMemory, capped_kl, may_rise, measured_kl
+from megatron_stppo.algorithm.rate import RATES, RateInput, capped_kl, may_rise, measured_kl
 from megatron_stppo.algorithm.ratio import segment_offsets
 from megatron_stppo.algorithm.selection import leaving
 from megatron_stppo.algorithm.surrogate import decided
