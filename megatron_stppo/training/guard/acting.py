@@ -18,7 +18,7 @@ WINDOW = 10  # iterations
 
 
 @dataclass(frozen=True)
-class Watched:
+class Watch:
     """A column of metrics.jsonl, and what to say if its values of the last WINDOW iterations are wrong."""
 
     column: str
@@ -29,35 +29,35 @@ class Watched:
 LAST = f"of the last {WINDOW} iterations"
 PLAIN = "nothing is wrong if rewards rise, but the run is what it would be without it"
 WATCHED = {
-    "clipping": Watched(
+    "clipping": Watch(
         "actor/clip_fraction",
         lambda shares: not any(shares),
         f"clipping changed no step {LAST}; {PLAIN}",
     ),
-    "selection": Watched(
+    "selection": Watch(
         "actor/selected",
         lambda shares: min(shares) == 1,
         f"the selection took nothing out of any step {LAST}; {PLAIN}",
     ),
-    "correction": Watched(
+    "correction": Watch(
         "actor/correction_scale",
         lambda scales: all(scale == 1 for scale in scales),
         f"the correction changed no step {LAST}; it acts only where tokens are clipped, and where "
         "algorithm.correction_floor lets it",
     ),
-    "controller": Watched(
+    "controller": Watch(
         "actor/rate_scale",
         lambda factors: all(factor == 1 for factor in factors),
         f"the controller algorithm.rate changed no step {LAST}; {PLAIN}",
     ),
-    "rate": Watched(
+    "rate": Watch(
         "actor/effective_share",
         lambda shares: statistics.fmean(shares) < 0.3,
         f"the run is nearly frozen: the steps {LAST} had less than 30 % of the configured rate. Compare "
         "actor/correction_scale and actor/rate_scale: the policy moves further in a step than the bounds, or "
         "algorithm.rate_kl, allow; lower update.actor.lr, or take fewer steps from the same rollouts",
     ),
-    "critic": Watched(
+    "critic": Watch(
         "critic/explained_variance",
         lambda shares: statistics.fmean(shares) < 0.05,
         f"the critic explained less than 5 % of the variance of the returns {LAST}; raise update.critic.lr "
