@@ -71,7 +71,8 @@ def make_scratch(field: str, folder: Path) -> Path:
     before, after = scratch_of(folder).name.rsplit(str(os.getpid()), 1)
     for left in folder.parent.glob(f"{glob.escape(before)}*{after}"):
         process = left.name.removeprefix(before).removesuffix(after)
-        if process == str(os.getpid()) or not Path("/proc", process).exists():
+        is_here = process.isdecimal()  # the name of another host may continue that of this one
+        if is_here and (process == str(os.getpid()) or not Path("/proc", process).exists()):
             shutil.rmtree(left, ignore_errors=True)
     scratch_of(folder).mkdir(parents=True)
     return scratch_of(folder)

@@ -103,10 +103,10 @@ def _load(learner: Learner, run: Path, start: str) -> dict[str, Any]:
 
 def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[ScoredBatch, Tensor, dict[str, Any]]:
     played = trajectory_log.read(run, iteration, learner.shape.vocab)
-    batch, every = divided(learner, to_batch(played), iteration - 1), [t.summary for t in played]
+    batch, every = to_batch(played), [t.summary for t in played]
     _check(learner, batch, run, iteration)
     row = describe_rollouts(every, iteration - 1) | describe_groups(every)
-    return score(learner, batch), groups_of(every), row
+    return score(learner, divided(learner, batch, iteration - 1)), groups_of(every), row
 
 
 def _batches(learner: Learner, run: Path, iteration: int) -> tuple[ScoredBatch, Tensor, dict[str, Any]]:

@@ -65,11 +65,13 @@ def test_a_process_makes_a_folder_in_its_own_scratch_folder_and_removes_those_of
     tmp_path: Path,
 ) -> None:
     name = scratch_of(tmp_path / "out").name
-    running, killed = (name.replace(str(os.getpid()), number) for number in ("1", str(2**22 + 1)))
-    for folder in (running, killed, name):
+    numbers = ("1", str(2**22 + 1), "2-7")  # the last one: of process 7 on the host HOST-2
+    running, killed, elsewhere = (name.replace(f"-{os.getpid()}.", f"-{number}.") for number in numbers)
+    for folder in (running, killed, elsewhere, name):
         (tmp_path / folder / "files").mkdir(parents=True)
     made = make_scratch("output", tmp_path / "out")
-    assert {path.name for path in tmp_path.iterdir()} == {running, made.name} == {running, name}
+    assert made.name == name
+    assert {path.name for path in tmp_path.iterdir()} == {running, elsewhere, name}
     assert not list(made.iterdir())
     made.rename(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"^output=.*/out: already exists; name a new folder"):

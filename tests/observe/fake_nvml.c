@@ -1,4 +1,4 @@
-/* A GPU for tests/runtime/test_nvml.py: NVML's functions that the sampler calls, on fixed numbers.
+/* A GPU for tests/observe/test_nvml.py: NVML's functions that the sampler calls, on fixed numbers.
    Counters rise by a step per call; FAKE_NVML_LOST=n makes the n-th power reading and every later one fail. */
 #include <stdlib.h>
 #include <string.h>

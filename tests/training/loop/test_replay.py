@@ -246,6 +246,15 @@ def test_batches_of_a_run_with_the_engines_old_policy_are_refused_with_another_o
     )
 
 
+def test_rollouts_of_fewer_episodes_than_minibatches_are_refused(
+    config: Path, recorded: tuple[Path, str]
+) -> None:
+    given = ("run.name=few", "run.iterations=1", "update.minibatches=8", "rollout.tasks_per_iteration=8")
+    done = command(config.parent, 1, "replay", str(recorded[0]), *given)
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "4 trajectories must be a multiple of update.minibatches=8 * 1" in done.stderr.splitlines()[-1]
+
+
 def test_rewards_that_never_vary_leave_the_actor_unchanged_and_give_warnings(
     config: Path, recorded: tuple[Path, str], no_engine: str
 ) -> None:
