@@ -144,7 +144,7 @@ def test_the_95th_percentile_is_the_nearest_rank() -> None:
 
 def test_metrics_of_a_scored_batch_match_a_hand_calculation() -> None:
     """Two live tokens have log-probs -1, -2 and reference -2, -2; values are 0, 1 and returns 1, 1."""
-    played = [trajectory("ok"), trajectory("timeout")]
+    played = [trajectory("ok", reward=1.0), trajectory("timeout", reward=999.0)]
     batch = updated(
         to_batch(played),
         old_logprob_T=torch.tensor([-1.0, -2.0, 9.0, 9.0]),
@@ -160,12 +160,15 @@ def test_metrics_of_a_scored_batch_match_a_hand_calculation() -> None:
         "advantage/mean": 2.0,
         "advantage/variance": 1.0,
         "advantage/variance_before_whitening": 0.25,  # returns minus values: 1 and 0
-        "critic/explained_variance": 0.0,  # the returns do not vary
         "mismatch/mean_abs": 0.5,  # the engine's log-probs are -1 and -1
     }
     assert {name: row[name] for name in expected} == pytest.approx(expected)
     varied = replace(batch, return_T=torch.tensor([0.0, 2.0, 9.0, 9.0]))  # errors 0 and 1: 1 - 0.5 / 2
     assert describe_batch(varied)["critic/explained_variance"] == pytest.approx(0.75)
+    of_penalties = replace(batch, return_T=torch.tensor([1.0, 0.99, 9.0, 9.0]))
+    unrewarded = replace(varied, reward_T=torch.tensor([0.0, 0.0, 9.0, 9.0]))
+    for same in (batch, of_penalties, unrewarded):
+        assert "critic/explained_variance" not in describe_batch(same)
 
 
 def test_the_engine_is_compared_with_the_trainer_on_tokens_of_the_current_version() -> None:

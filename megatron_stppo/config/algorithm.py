@@ -18,26 +18,25 @@ ADVANTAGES = ("gae", "kl", *GROUPED)
 LOSSES = ("cispo",)  # the names in algorithm/own.py, which imports torch
 # Fields that are gone, with the value that changed nothing: the config.yaml of an older run has it
 IDLE = {"momentum": "keep"}
-# {field: (another field, the values of it with which alone the first has an effect)}
-ONLY_WITH: dict[str, tuple[str, tuple[Any, ...]]] = {
-    **dict.fromkeys(
-        ("correction_apply", "correction_unit", "correction_strength", "correction_floor"),
-        ("correction", ("coefficient", "logit", "gradient")),
+# Values that were defaults: where they have no effect, they are from the config.yaml of an older run
+FORMER_DEFAULTS = {"rate_kl": 0.01, "select_bound": 0.04}
+# (fields, another field, the values of it with which alone the first have an effect)
+ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str | None, ...]], ...] = (
+    (
+        ("correction_apply", "correction_strength", "correction_floor"),
+        "correction",
+        ("coefficient", "logit", "gradient"),
     ),
-    **dict.fromkeys(
-        ("gae_level", "lam", "lam_critic", "lam_length", "whiten", "value_clip"), ("advantage", ("gae",))
-    ),
-    "gamma": ("advantage", ("gae", "kl", "group_turn", "gigpo")),
-    **dict.fromkeys(
-        ("mismatch_level", "mismatch_pooling", "mismatch_bound"), ("mismatch", ("truncate", "mask"))
-    ),
-    "mismatch_lower": ("mismatch", ("mask",)),
-    **dict.fromkeys(("rate_kl", "rate_rise"), ("rate", ("kl",))),
-    "select_bound": ("select", ("probability",)),
-    **dict.fromkeys(("clip_low", "clip_high"), ("select", ("all", "ratio"))),
-    "clip_decision": ("segments", ("turn", "sequence")),
-    "turn_weight": ("advantage", ("gigpo",)),
-}
+    (("gae_level", "lam", "lam_critic", "lam_length", "whiten", "value_clip"), "advantage", ("gae",)),
+    (("lam",), "lam_length", (None,)),
+    (("gamma",), "advantage", ("gae", "kl", "group_turn", "gigpo")),
+    (("mismatch_level", "mismatch_pooling", "mismatch_bound"), "mismatch", ("truncate", "mask")),
+    (("mismatch_lower",), "mismatch", ("mask",)),
+    (("rate_kl", "rate_rise"), "rate", ("kl",)),
+    (("select_bound",), "select", ("probability",)),
+    (("clip_decision",), "segments", ("turn", "sequence")),
+    (("turn_weight",), "advantage", ("gigpo",)),
+)
 
 
 def _unknown(preset: Any) -> str:
@@ -303,7 +302,20 @@ class AlgorithmConfig(Section):
                 f"segments={a.segments} with {used}: it would have no effect",
                 "set segments=token",
             ),
-            *(self._has_effect(name, of, values) for name, (of, values) in ONLY_WITH.items()),
+            *(self._has_effect(name, of, values) for names, of, values in ONLY_WITH for name in names),
+            *(
+                Rule(
+                    not (a.clips or named or a.select == "ratio") and getattr(a, name) != self._idle(name),
+                    f"{name}={getattr(a, name)} with {used}: it has no such bounds",
+                    "leave it out",
+                )
+                for name in ("clip_low", "clip_high")
+            ),
+            Rule(
+                a.truncated == "bootstrap" and a.advantage != "gae",
+                f"truncated='bootstrap' with advantage={a.advantage!r}: there is no critic",
+                "choose end or mask, or advantage=gae",
+            ),
             Rule(
                 not rises and (first, last, a.overlong_penalty) != (None, None, 1),
                 f"overlong_from={first}, overlong_to={last}, overlong_penalty={a.overlong_penalty}: the "
@@ -363,12 +375,15 @@ class AlgorithmConfig(Section):
             ),
         )
 
-    def _has_effect(self, name: str, of: str, values: tuple[Any, ...]) -> Rule:
+    def _has_effect(self, name: str, of: str, values: tuple[str | None, ...]) -> Rule:
         value, chosen = getattr(self, name), getattr(self, of)
-        idle = VARIANTS[self.preset].get(name, type(self).model_fields[name].default)
-        needed = " or ".join(values)
+        needed = " or ".join(value or "null" for value in values)
         return Rule(
-            value != idle and chosen not in values,
+            value not in (self._idle(name), FORMER_DEFAULTS.get(name)) and chosen not in values,
             f"{name}={value} with {of}={chosen!r}: it has an effect only with {of}={needed}",
             f"leave it out, or set {of}={needed}",
         )
+
+    def _idle(self, name: str) -> Any:
+        """Return the value of a field that is not given."""
+        return VARIANTS[self.preset].get(name, type(self).model_fields[name].default)

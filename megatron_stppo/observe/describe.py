@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from megatron_stppo.algorithm.penalties import k1, k3
-from megatron_stppo.algorithm.ratio import segment_sum
 from megatron_stppo.base.types import Batch, Summary, UpdatedBatch, Versions
 from megatron_stppo.data.ledger import without_variance
 
@@ -22,8 +21,12 @@ def outcomes(trajectories: Sequence[Summary]) -> Counter[str]:
 
 
 def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each field over the rows. Example: [{"a": 1}, {"a": 3}] gives {"a": 2}."""
-    return {name: statistics.fmean(row[name] for row in rows) for name in rows[0]} if rows else {}
+    """Return the mean of each field over the rows that have it, the fields in the order of their first row.
+
+    Example: [{"a": 1}, {"a": 3, "b": 1}] gives {"a": 2, "b": 1}.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: statistics.fmean(row[name] for row in rows if name in row) for name in names}
 
 
 def standard_error(values: Sequence[float], tasks: Sequence[int]) -> float:
@@ -164,21 +167,21 @@ def describe_batch(batch: UpdatedBatch) -> dict[str, Any]:
     advantage_T = batch.advantage_T[live_T]
     row |= {"advantage/mean": _mean(advantage_T), "advantage/variance": _variance(advantage_T)}
     if batch.value_T is not None and batch.return_T is not None:
-        row["advantage/variance_before_whitening"] = _variance((batch.return_T - batch.value_T)[live_T])
-        if _rewards_differ(batch):
-            explained = explained_variance(batch.value_T[live_T], batch.return_T[live_T])
-            row["critic/explained_variance"] = explained
+        value_T, return_T = batch.value_T[live_T], batch.return_T[live_T]
+        row["advantage/variance_before_whitening"] = _variance(return_T - value_T)
+        if _returns_differ(return_T, batch.reward_T[live_T]):
+            row["critic/explained_variance"] = explained_variance(value_T, return_T)
     return row
 
 
-def _rewards_differ(batch: Batch) -> bool:
-    """Return whether the variance of the trajectories' rewards is above 1e-4 of the largest one squared.
+def _returns_differ(return_T: Tensor, reward_T: Tensor) -> bool:
+    """Return whether the variance of the returns is above 1e-4 of the largest reward squared.
 
     Below that, returns differ by little more than KL penalties, and the share of it that values explain says
     nothing.
     """
-    reward_N = segment_sum(batch.reward_T.double(), batch.action_offsets)[batch.live_N]
-    return len(reward_N) > 0 and _variance(reward_N) > 1e-4 * float(reward_N.abs().max()) ** 2
+    largest = float(reward_T.abs().max()) if len(reward_T) else 0.0
+    return largest > 0 and _variance(return_T) > 1e-4 * largest**2
 
 
 def current_mismatch(batch: Batch, logprob_T: Tensor, known_T: Tensor, version: int) -> dict[str, float]:

@@ -187,7 +187,7 @@ def update(
                 if critic
             ]
             steps.append(step.metrics | mean_of(of_critic))
-            acting += [step.acting] if step.acting else []
+            acting.append(step.acting)
     packer.keep(())
     if a.correction_probe and learner.mesh.rank == 0:
         write_steps(config.run.folder / "steps.jsonl", iteration + 1, steps)

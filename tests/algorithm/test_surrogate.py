@@ -194,6 +194,25 @@ def test_a_ratio_is_compared_as_if_its_logarithm_were_that_of_one_token():
         assert compared(ratio, count, power, torch.float64).tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("power", "most", "least"), [(0.5, 2, 1), (1.0, math.inf, 2)])
+def test_of_independent_noise_bounds_of_power_one_half_clip_the_same_share_of_turns_of_any_length(
+    power: float, most: float, least: float
+) -> None:
+    """KL of 5e-4 nats for each token. Expected shares: 0.013 for 6 tokens and 0.016 for 500 with power 1/2,
+    0.18 and 0.46 with power 1."""
+    kl, turns, bounds = 5e-4, 4000, {"clip_low": 0.07, "clip_high": 0.07}
+    generator, shares = torch.Generator().manual_seed(0), []
+    for length in (6, 24, 100, 500):
+        noise_T = torch.randn(turns * length, generator=generator)
+        delta_T = (2 * kl) ** 0.5 * noise_T - kl  # a log-normal ratio with the mean 1
+        sign_S = 1.0 - 2 * (torch.arange(turns) % 2)
+        columns = delta_T, torch.zeros_like(delta_T), sign_S.repeat_interleave(length)
+        offsets, weight_T = torch.arange(turns + 1) * length, torch.full_like(delta_T, 1 / len(delta_T))
+        out = surrogate(*columns, weight_T, offsets, clip_length_power=power, **bounds)
+        shares.append(float(out.clipped_T.double().mean()))
+    assert least < max(shares) / min(shares) < most and min(shares) > 0.008, shares
+
+
 def test_a_turn_is_clipped_as_a_whole_where_its_own_advantage_decides():
     # A = (1, 1, -0.2): w = 1.3 leaves -0.2 / 3 * 1.3 / 3 for each token; their mean 0.6 leaves nothing.
     old, ratio, c = torch.zeros(3), torch.full((3,), 1.3).log(), torch.full((3,), 1 / 3)

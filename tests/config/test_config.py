@@ -6,6 +6,7 @@ import pytest
 
 from megatron_stppo.algorithm.variants import FORMER, VARIANTS
 from megatron_stppo.config import AlgorithmConfig, Config, ConfigError
+from megatron_stppo.config.algorithm import ONLY_WITH
 from megatron_stppo.config.file import load
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -209,6 +210,56 @@ def test_a_lower_bound_is_refused_where_nothing_is_masked() -> None:
         AlgorithmConfig.model_validate({"mismatch": "truncate", "mismatch_lower": 0.5})
 
 
+WITHOUT = {  # a value of each field that has an effect only with another one, and settings without it
+    "correction_apply": ("gradient", {"preset": "ppo"}),
+    "correction_strength": (1.0, {"preset": "ppo"}),
+    "correction_floor": (0.0, {"preset": "ppo"}),
+    "gae_level": ("turn", {"preset": "grpo"}),
+    "lam": (0.9, {"preset": "grpo"}),
+    "lam_critic": (1.0, {"preset": "grpo"}),
+    "lam_length": (1.5, {"preset": "grpo"}),
+    "whiten": (False, {"preset": "grpo"}),
+    "value_clip": (0.2, {"preset": "grpo"}),
+    "gamma": (0.9, {"preset": "grpo"}),
+    "mismatch_level": ("turn", {}),
+    "mismatch_pooling": ("sum", {}),
+    "mismatch_bound": (3.0, {}),
+    "mismatch_lower": (0.5, {"mismatch": "truncate"}),
+    "rate_kl": (0.1, {}),
+    "rate_rise": ("iteration", {}),
+    "select_bound": (0.1, {"preset": "sao"}),
+    "clip_decision": ("segment", {"preset": "ppo"}),
+    "turn_weight": (2.0, {}),
+}
+LIKE = {"rate": {"preset": "kl"}, "select": {"preset": "dppo"}}  # presets with the other field's value
+
+
+@pytest.mark.parametrize("names, of, values", ONLY_WITH)
+def test_a_field_is_refused_without_the_value_of_another_one_that_it_needs(
+    names: tuple[str, ...], of: str, values: tuple[str | None, ...]
+) -> None:
+    for name in names:
+        value, settings = WITHOUT[name] if of != "lam_length" else (0.9, {"preset": "sao"})
+        with pytest.raises(ValueError, match=f"{name}={value} with {of}="):
+            AlgorithmConfig.model_validate({**settings, name: value})
+        for needed in values:
+            other = {"preset": needed} if needed in VARIANTS else LIKE.get(of, {})
+            other |= {"kl_in": "reward", "kl_coefficient": 1} if needed == "kl" else {}
+            AlgorithmConfig.model_validate({**settings, **other, of: needed, name: value})
+
+
+def test_the_configuration_of_an_older_run_may_have_a_default_of_its_time() -> None:
+    AlgorithmConfig.model_validate({"preset": "grpo", "select_bound": 0.04, "rate_kl": 0.01})
+    given = AlgorithmConfig.model_validate({"preset": "dppo", "select_bound": 0.04})
+    assert given.select_bound == 0.04, "where it has an effect it is kept"
+
+
+def test_fields_that_have_an_effect_are_not_refused() -> None:
+    """The unit of the norms that are reported; the bounds of cispo beside a selection."""
+    AlgorithmConfig.model_validate({"preset": "ppo", "correction_unit": "sum", "correction_probe": True})
+    AlgorithmConfig.model_validate({"preset": "cispo", "select": "probability", "clip_high": 3.0})
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_preset_equals_its_fields_set_one_by_one(name: str, tmp_path: Path) -> None:
     """The fields of a preset, set one by one on top of another preset, give the same algorithm."""
@@ -276,6 +327,18 @@ def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> N
         ("algorithm={rate: kl, rate_profile: [1, 0.5]}", ["rate_profile=[1.0, 0.5]", "give null"]),
         ("algorithm={preset: grpo, gae_observations: true}", ["advantage='group'", "choose 'gae'"]),
         ("algorithm.turn_weight=2", ["turn_weight=2.0 with advantage='gae'", "set advantage=gigpo"]),
+        (
+            "algorithm={preset: sao, lam: 0.9}",
+            ["lam=0.9 with lam_length=1.5", "leave it out, or set lam_length=null"],
+        ),
+        (
+            "algorithm={preset: dppo, clip_low: 0.1}",
+            ["clip_low=0.1 with select='probability'", "leave it out"],
+        ),
+        ("algorithm={loss: 'm:f', correction: off, clip_high: 0.1}", ["clip_high=0.1 with loss=m:f"]),
+        ("algorithm={preset: grpo, truncated: bootstrap}", ["truncated='bootstrap' with advantage='group'"]),
+        ("algorithm={kl_estimator: k2}", ["kl_estimator='k2' in the reward", "choose k1, or kl_in=loss"]),
+        ("algorithm={preset: distil, kl_estimator: k3}", ["kl_estimator='k3' in the reward"]),
         ("algorithm.mismatch_lower=0.5", ["mismatch_lower=0.5 with mismatch='off'", "set mismatch=mask"]),
         ("algorithm.overlong_from=9", ["overlong_from=9, overlong_to=None", "give both"]),
         ("algorithm={overlong_from: 9, overlong_to: 9}", ["overlong_to=9", "the second above the first"]),

@@ -149,7 +149,8 @@ def trained() -> dict[str, Any]:
         "engine - trainer, nats per token": max(row["mismatch/mean_abs"] for row in steps),
         "clip fraction, mean": sum(row["actor/clip_fraction"] for row in steps) / len(steps),
         "iterations with a correction": sum(row["actor/correction_scale"] < 1 for row in steps),
-        "critic's explained variance, last": steps[-1]["critic/explained_variance"],
+        # absent where rewards do not vary
+        "critic's explained variance, last": steps[-1].get("critic/explained_variance"),
     }
 
 

@@ -76,7 +76,7 @@ class Acting:
             "selection": algorithm.loss is None and algorithm.select != "all",
             "correction": algorithm.correction != "off",
             "controller": algorithm.rate != "constant",
-            "rate": True,
+            "rate": algorithm.correction != "off" or algorithm.rate == "kl",
             "critic": algorithm.advantage == "gae",
         }
         self._values = {name: deque[float](maxlen=WINDOW) for name, it_does in applies.items() if it_does}

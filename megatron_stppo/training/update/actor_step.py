@@ -230,11 +230,11 @@ def actor_step(
         "actor/held": float(hold),
     }
     acting = {}
-    first = index == 0 and a.old_policy == "score"  # its ratios are 1
-    if moved and not (first and factor == 1):
+    at_old = index == 0 and a.old_policy == "score"  # the first step's ratios are 1
+    if moved and not (at_old and a.rate == "constant"):
         acting["actor/effective_share"] = on_rate
-        if a.clips:
-            acting["actor/removed_share"] = removed_share(sums["logit_bias_sq"], sums["logit_grad_sq"])
+    if moved and a.clips and not at_old:
+        acting["actor/removed_share"] = removed_share(sums["logit_bias_sq"], sums["logit_grad_sq"])
     return ActorStep(metrics, acting, ratios, (sums["computed"], sums["packed"]))
 
 

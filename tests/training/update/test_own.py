@@ -71,7 +71,7 @@ def test_tokens_of_failed_trajectories_alone_add_nothing() -> None:
 )
 def test_presets_without_clipping_make_an_update(algorithm: dict[str, Any], tmp_path: Path) -> None:
     layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
-    (row,) = run_ranks(whole.without_clipping, 1, str(tmp_path / "hf"), str(tmp_path), algorithm)
+    (row,) = run_ranks(whole.one_update, 1, str(tmp_path / "hf"), str(tmp_path), algorithm)
     assert row["actor/clip_fraction"] == 0 and row["actor/correction_scale"] == 1
     assert row["actor/skipped"] == 0 and row["actor/kl_after"] > 0
     if algorithm["preset"] == "dppo":  # the first step has moved probabilities by more than the bound
@@ -79,3 +79,16 @@ def test_presets_without_clipping_make_an_update(algorithm: dict[str, Any], tmp_
     else:
         assert row["actor/selected"] == 1
     assert "actor/removed_share" not in row and row["actor/effective_share"] == 1
+
+
+def test_shares_are_means_over_the_steps_that_clipping_or_the_controller_could_change(tmp_path: Path) -> None:
+    """Of two steps the controller sets the rate of both. The first clips nothing: its ratios are 1."""
+    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
+    given = (str(tmp_path / "hf"), str(tmp_path))
+    controlled = {"preset": "st_ppo", "rate": "open_loop", "rate_profile": [0.5, 1]}
+    (row,) = run_ranks(whole.one_update, 1, *given, controlled)
+    removed, second = row["actor/removed_share"], 2 * row["actor/correction_scale"] - 1
+    assert 0 < removed < 1 and second == pytest.approx(1 / max(1, 10 * removed / (1 - removed)))
+    assert row["actor/effective_share"] == pytest.approx((0.5 + second) / 2)
+    (row,) = run_ranks(whole.one_update, 1, *given, {"preset": "kl", "rate_kl": 1e-6})
+    assert row["actor/effective_share"] == pytest.approx((1 + 1 / 1.5) / 2)

@@ -205,8 +205,8 @@ def begun(model: str, critic: str, folder: str) -> tuple[dict[str, Any], list[st
     return {name: p.detach().numpy() for name, p in named_parameters(first.critic.chunks).items()}, errors
 
 
-def without_clipping(model: str, folder: str, algorithm: dict[str, Any]) -> dict[str, Any]:
-    """Make an update with an algorithm that clips nothing. Return its row."""
+def one_update(model: str, folder: str, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """Make an update. Return its row."""
     learner = build(model, folder, algorithm=algorithm)
     from megatron_stppo.training.stages import update
     from megatron_stppo.training.update.own import Own
