@@ -39,12 +39,14 @@ saved as `config.yaml` in the run's folder.
 ALGORITHM = "[algorithms.md](algorithms.md#settings) lists the fields, with formulas and sources.\n"
 COMMANDS = """# Commands
 
-`python tools/write_reference.py` writes this page from the commands' own `--help`. `python -m megatron_stppo`
-is the same program. CONFIG.yaml is a [configuration](configuration.md), RUN_DIR the folder of a run, and
-`section.field=value` overrides a field of either. Commands with an environment have `--modules FOLDER`, for
-the modules that fields name. `train`, `replay`, `rollout`, `evaluate`, `cold-start`, `convert`,
-`check-layouts`, `audit` and `doctor --cluster` run as one process, or as one per device under torchrun or
-srun. [cluster.md](cluster.md#exit-codes) has the exit codes.
+`python -m megatron_stppo` is the same program. CONFIG.yaml is a [configuration](configuration.md), RUN_DIR
+the folder of a run; `section.field=value` overrides a field of either. Commands with an environment have
+`--modules FOLDER`, for the modules that fields name. `train`, `replay`, `rollout`, `evaluate`, `cold-start`,
+`serve`, `convert`, `verify`, `check-layouts`, `audit` and `doctor --cluster` run as one process, or as one
+per device under torchrun or srun.
+[cluster.md](cluster.md#exit-codes) has the exit codes.
+
+`python tools/write_reference.py` writes this page from the commands' `--help`.
 """
 WIDTH = {"COLUMNS": "100"}
 # What the beginning of the page says of every command, and then headings with nothing below them.
@@ -52,6 +54,7 @@ REPEATED = [
     r"^ +(CONFIG\.yaml|RUN_DIR) <path> +.*\[required\]\n",
     r"^ +\[section\.field=value\]\.\.\. <list\[str\]>\n +values that override the file\n",
     r"^ +--modules <path> .*\n( {18,}.*\n)*",
+    r"^ +(GRID\.yaml|RUN_DIR\.\.\.) <.*\[required\]\n",
     r"^ +--help +Show this message and exit\.\n",
     r"^(Arguments|Options):\n\n?(?=\n|\Z|[A-Z]|  Examples)",
 ]

@@ -57,8 +57,8 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Run arms x settings x seeds of a configuration and compare them: declared contrasts with intervals, one
-    HTML page; exit 1 if a cell has no result."""
+    """Run a configuration with every arm, setting and seed of a grid, and print the declared contrasts with
+    intervals; one HTML page shows all. Exit 1 if a cell has no result."""
     from megatron_stppo.evidence.compare import results
     from megatron_stppo.evidence.compare.contrasts import text, write
     from megatron_stppo.evidence.compare.grid import load

@@ -170,9 +170,9 @@ def cold_start(
     ] = None,
     modules: Modules = None,
 ) -> None:
-    """Teach a model the format from scripted trajectories (data.demonstrations), and play episodes with what
-    was written. With model.lora only adapters are trained. With --critic, the critic learns the returns of
-    recorded episodes."""
+    """Teach a model the format by supervised training on data.demonstrations, then play episodes with it.
+    With model.lora only adapters are trained. With --critic, the critic learns the returns of recorded
+    episodes."""
     command = "cold-start" if critic is None else "cold-start --critic"
     settings = open_config(config, overrides, command, modules=modules)
     if critic is not None:
