@@ -123,14 +123,16 @@ def _text(where: str, block: Mapping[str, Any], kinds: tuple[str, ...]) -> str:
 
 def _assistant(blocks: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """Return the message of one turn, whose texts are joined, and so is its thinking."""
+    said: list[str] = []
     turn = AssistantTurn()
     for where, block in blocks:
         if block.get("type") == "thinking" and isinstance(block.get("thinking"), str):
-            turn.thinking += block["thinking"]
+            turn.thinking.append(block["thinking"])
         elif block.get("type") == "tool_use":
             turn.calls.append(_call(where, block))
         else:
-            turn.text = (turn.text or "") + _text(where, block, ("text", "thinking", "tool_use"))
+            said.append(_text(where, block, ("text", "thinking", "tool_use")))
+    turn.text = "".join(said)
     return turn.message()
 
 

@@ -18,13 +18,13 @@ class AssistantTurn:
     """A turn of the assistant, whose parts other APIs have one by one: thinking, a text, calls of tools."""
 
     text: str | None = None
-    thinking: str = ""
+    thinking: list[str] = field(default_factory=list)  # joined at the end: a client may send many parts
     calls: list[dict[str, Any]] = field(default_factory=list)  # of function_call
 
     def message(self) -> dict[str, Any]:
         """Return the turn as one message of a chat."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text or ""}
-        parts = {"reasoning_content": self.thinking, "tool_calls": self.calls}
+        parts = {"reasoning_content": "".join(self.thinking), "tool_calls": self.calls}
         return message | {name: part for name, part in parts.items() if part}
 
 

@@ -81,7 +81,7 @@ def _conversation(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if is_said:
             turn.text = texts(f"{where}.content", item.get("content"), ("output_text", "input_text"))
         elif kind == "reasoning":
-            turn.thinking += _thinking(where, item)
+            turn.thinking.append(_thinking(where, item))
         else:
             yield _read(where, kind, item)
     yield from _ended(turn)
@@ -89,7 +89,7 @@ def _conversation(given: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _ended(turn: AssistantTurn) -> list[dict[str, Any]]:
     """Return the message of a turn: thinking, then a text, then calls; none if it has no part."""
-    return [turn.message()] if turn != AssistantTurn() else []
+    return [turn.message()] if turn.text is not None or turn.calls or any(turn.thinking) else []
 
 
 def _read(where: str, kind: Any, item: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -187,6 +188,18 @@ def test_a_body_is_bounded_utf8_json(world: World) -> None:
         assert refusal(lambda c=content: body.read(c)).startswith(said)
     text = '"' + "[" * 1000 + '\\"' + "{" * 1000 + '"'
     assert body.read(f'{{"a": {text}}}'.encode())["a"] == json.loads(text), "brackets in a string are text"
+
+
+def test_a_turn_of_many_parts_takes_time_in_proportion_to_its_length(world: World) -> None:
+    """The server's thread reads bodies, for all episodes. Joined one by one, these parts take minutes."""
+    texts, started = ["\U0001f600" + "x" * 3_000_000, *["y"] * 8000], time.monotonic()
+    for kind, field in (("text", "text"), ("thinking", "thinking")):
+        said = {"role": "assistant", "content": [{"type": kind, field: text} for text in texts]}
+        given: dict[str, Any] = {"max_tokens": 1, "messages": [*HI, said, *HI]}
+        anthropic_messages.messages_ask(given, has_parser=True)
+    thought = [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": t}]} for t in texts]
+    openai_responses.responses_ask({"input": [*HI, *thought, *HI]}, has_parser=True)
+    assert time.monotonic() - started < 5
 
 
 def test_messages_are_compared_without_what_clients_change(world: World) -> None:
