@@ -237,10 +237,12 @@ class Hub:
     def end_transfers(self) -> None:
         """Begin no transfer of weights any more, and wait for those in progress, in which a replica that ends
         is lost to the other end. If the run was asked to end, wait for at most LEAVING seconds."""
-        ends = time.monotonic() + (LEAVING if self._why_end() else math.inf)
+        ends = time.monotonic() + LEAVING
         with self._changed:
             self._crew.tree.stopped = True
-            while self._crew.tree.is_moving and self._thread.is_alive() and time.monotonic() < ends:
+            while self._crew.tree.is_moving and self._thread.is_alive():
+                if self._why_end() and time.monotonic() > ends:
+                    return
                 self._changed.wait(TICK)
 
     def close(self, reason: str) -> None:

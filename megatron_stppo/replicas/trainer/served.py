@@ -190,9 +190,9 @@ class Served:
         return dict(decode(broadcast_bytes(encode(row), 0), dict[str, float]))
 
     def close(self) -> None:
-        if self._hub is not None:
-            self._hub.end_transfers()
         try:
+            if self._hub is not None:
+                self._hub.end_transfers()
             self._sender.join()
         finally:
             if self._hub is not None:
