@@ -20,6 +20,7 @@ import gc
 import os
 import platform
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -30,11 +31,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are in the tests
 
+import psutil
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
 from tests.training.loop import small_run
 from tests.training.update import layouts
+from tools import processes
 
 BEGIN, END = "<!-- begin: tools/chaos.py -->\n", "<!-- end -->\n"
 SAVES = {
@@ -52,6 +55,7 @@ def main() -> int:
     # the run's environment is a module of the tests; its tools take 0.1 s in asynchronous runs
     os.environ.update(PYTHONPATH=str(small_run.ROOT), LATE="0.1")
     rows, failed = earlier(arguments.output), ""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     root = Path(tempfile.mkdtemp(prefix="chaos-"))
     try:
         config, model = small_run.write(root), root / "small"
@@ -84,6 +88,7 @@ def main() -> int:
                     break
         console.print("\n".join(rows.values()), highlight=False)
     finally:
+        processes.end(processes.tree(psutil.Process())[:-1])
         if failed:
             print(f"{failed}\nThe runs and their logs are in {root}", file=sys.stderr)
         else:

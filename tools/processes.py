@@ -52,28 +52,39 @@ def started(line: Sequence[str | Path], **settings: Any) -> Iterator[psutil.Pope
     def leave(number: int, frame: FrameType | None) -> None:
         if running:
             raise SystemExit(128 + number)
-        early.append(number)  # it is being started, and could not be ended
+        early.append(number)  # it is being started or ended, which must not be interrupted
 
     before = signal.signal(signal.SIGTERM, leave)
-    process = psutil.Popen([str(word) for word in line], start_new_session=True, **settings)
     try:
-        running.append(process)
+        process = psutil.Popen([str(word) for word in line], start_new_session=True, **settings)
+        try:
+            running.append(process)
+            if early:
+                raise SystemExit(128 + early[0])
+            yield process
+        finally:
+            running.clear()
+            end(tree(process))
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # those whose parent had ended before
+    finally:
+        signal.signal(signal.SIGTERM, before)
         if early:
             raise SystemExit(128 + early[0])
-        yield process
-    finally:
-        left = tree(process)
-        for child in left:
-            with suppress(psutil.NoSuchProcess):
-                child.terminate()
-        psutil.wait_procs(left, PATIENCE)
-        for child in left:  # psutil compares times of start: a number that is used again is another process
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        psutil.wait_procs(left)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # those whose parent had ended before
-        signal.signal(signal.SIGTERM, before)
+
+
+def end(processes: Sequence[psutil.Process]) -> None:
+    """Send SIGTERM, and SIGKILL to those that are left after PATIENCE. Return when all have ended."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    psutil.wait_procs(processes, PATIENCE)
+    for (
+        process
+    ) in processes:  # psutil compares times of start: a number that is used again is another process
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes)
 
 
 def tree(process: psutil.Process) -> list[psutil.Process]:
