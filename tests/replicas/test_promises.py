@@ -40,6 +40,7 @@ BUSY = (
 # Two episodes of each task, which often get the same reward, are replaced by those of the next task.
 RESAMPLED = (
     "algorithm.preset=grpo",
+    "algorithm.whiten=true",
     "environment.reward=tests.replicas.late_tools:coarse",
     "rollout.samples_per_task=2",
     "rollout.resample=2",

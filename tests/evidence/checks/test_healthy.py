@@ -33,6 +33,7 @@ LAYOUTS = {
 }
 MIXTURES = ("qwen3_moe", "mixtral", "qwen3_5_moe", "gpt_oss")
 ONE, ADAPTERS = ("parallel.tensor=1",), ("model.lora.rank=4",)
+GROUPS = ("rollout.samples_per_task=4", "algorithm.whiten=true")
 FACTORS = ("algorithm.rate=open_loop", "algorithm.rate_profile=[1,0.5,0.5,1]")
 SERVED = (*ONE, "serving.replicas=1")
 RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, overrides)}
@@ -45,7 +46,7 @@ RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, 
         for sync in ("merged", "adapter")
     },
     **{
-        name: (1, "qwen3", (*ONE, f"algorithm.preset={name}", "rollout.samples_per_task=4"))
+        name: (1, "qwen3", (*ONE, f"algorithm.preset={name}", *GROUPS))
         for name in VARIANTS
         if name != "distil"  # it needs a teacher
     },

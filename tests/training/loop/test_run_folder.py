@@ -99,9 +99,9 @@ def test_ctrl_c_writes_a_checkpoint_and_a_resumed_run_reports_its_changes(config
     for other, said in (
         (f"model.path={config.parent / 'experts'}", "its experts=4, that of"),
         (f"model.path={retold(config.parent / 'model')}", "its chat template differs from that of"),
-        ("algorithm.preset=grpo", "algorithm.advantage=group: trains no critic"),
+        ("algorithm.preset=grpo algorithm.whiten=true", "algorithm.advantage=group: trains no critic"),
     ):
-        refused = train(config, *name, "--resume", other, "rollout.samples_per_task=2")
+        refused = train(config, *name, "--resume", *other.split(), "rollout.samples_per_task=2")
         assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
         assert said in refused.stderr
     assert files(run) == before

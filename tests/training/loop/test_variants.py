@@ -30,6 +30,7 @@ CASES = {
         "rollout.engine_tensor=2",
         "algorithm.preset=so_grpo",
         "algorithm.advantage=gigpo",
+        "algorithm.whiten=true",
         "algorithm.overlong_from=3",
         "algorithm.overlong_to=9",
         "algorithm.aggregation=sequence_mean_token_sum",
