@@ -93,7 +93,7 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
     printed = [x for x in done.stderr.splitlines() if re.match(r"(s_ppo|so_grpo) \d/1: ", x)]
     assert len(printed) == len(rows)
     reward = f"{last['reward/mean']:.3f} ± {last['reward/standard_error']:.2g}"
-    assert f"1/1: reward {reward}, failed 0, " in printed[-1]
+    assert f"1/1: reward {reward}, exact match " in printed[-1] and ", failed 0, " in printed[-1]
     assert last["mismatch/mean_abs"] < 1e-5
     assert last["rollout/action_tokens"] > 0
     assert last["actor/skipped"] == 0
