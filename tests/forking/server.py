@@ -21,7 +21,9 @@ from tests.forking.client import FORWARDED
 
 # Python and libraries read these at their start. With another value, Python itself starts the program.
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "HF_", "TRANSFORMERS_")
-READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")  # _become does what they ask for
+BECOMES = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")  # _become does what they ask for
+# folders, which libraries look up when they use them; examples/slurm/settings.sh sets them
+FOLDERS = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
 # pyarrow's allocator has handlers that stop and start its thread around a fork.
 THREADS = {"jemalloc_bg_thd"}
 
@@ -181,7 +183,7 @@ def _fits(variables: dict[str, str], given: dict[str, str], prepared: dict[str, 
 
     given, prepared: the variables of this process before and after the imports.
     """
-    read = {name for name in {*variables, *given} if name.startswith(READ_AT_START)} - {*READ_LATER}
+    read = {name for name in {*variables, *given} if name.startswith(READ_AT_START)} - {*BECOMES, *FOLDERS}
     return all(variables.get(name) in (given.get(name), prepared.get(name)) for name in read)
 
 

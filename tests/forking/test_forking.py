@@ -62,7 +62,9 @@ def test_forked_processes_compute_alike_on_several_threads_and_draw_random_numbe
     assert len({*forked[0], *again[0], *started[0]}) == 9
 
 
-@pytest.mark.parametrize("variables", [{}, {"VLLM_USE_V2": "1"}, {"PYTHONHASHSEED": "1"}, {"GIVEN": "1"}])
+@pytest.mark.parametrize(
+    "variables", [{"VLLM_CACHE_ROOT": "x"}, {"VLLM_USE_V2": "1"}, {"PYTHONHASHSEED": "1"}, {"GIVEN": "1"}]
+)
 def test_python_itself_starts_a_module_if_a_variable_differs_that_is_read_at_import(
     variables: dict[str, str],
 ) -> None:

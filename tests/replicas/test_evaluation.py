@@ -20,7 +20,7 @@ from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.ledger import Terms
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.trainer import sender
+from megatron_stppo.replicas.trainer import sender, served
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.wire.episodes import decode_episodes
@@ -180,8 +180,9 @@ def test_weights_are_not_announced_during_an_evaluation() -> None:
 
 
 def test_the_failed_episodes_of_all_batches_are_played_again_by_a_resumed_run_and_no_others(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(served, "RECORDS", 0.1)  # the scripted replica has none
     with trainer() as (t, connect), serving(t, tmp_path) as rollouts:
         a = connect()
         t.join(a, "a")

@@ -117,7 +117,7 @@ def turns_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_bound_0_is_the_synchronous_run_bit_for_bit(run: Run) -> None:
     colocated = run("colocated", "run.iterations=4")
-    served = run("bound0", "run.iterations=4", *SERVED, "serving.max_staleness=0", python=sys.executable)
+    served = run("bound0", "run.iterations=4", *SERVED, "serving.max_staleness=0")
     assert rows(served) == rows(colocated)
     assert not any(row.get("actor/held") for row in rows(served)), "the actor must be updated"
     assert all(trajectories(served, n) == trajectories(colocated, n) for n in range(1, 5))
@@ -134,7 +134,8 @@ def resampled(run: Run) -> Path:
 def test_bound_0_is_the_synchronous_run_bit_for_bit_also_if_groups_are_dropped(
     run: Run, resampled: Path
 ) -> None:
-    served = run("bound0-resampled", "run.iterations=3", *SERVED, "serving.max_staleness=0", *RESAMPLED)
+    given = ("run.iterations=3", *SERVED, "serving.max_staleness=0", *RESAMPLED)
+    served = run("bound0-resampled", *given, python=sys.executable)  # as a user starts it
     assert rows(served) == rows(resampled)
     found = rows(resampled)[1:]
     assert sum(row["rollout/resampled"] for row in found) > 0 and not any(row["actor/held"] for row in found)
@@ -196,8 +197,7 @@ def test_the_rows_have_the_metrics_of_both_sides(asynchronous: Path) -> None:
 
 
 def test_every_log_prob_is_that_of_the_version_that_its_token_names(asynchronous: Path) -> None:
-    said = start(["audit", str(asynchronous)], python=sys.executable)
-    assert "passed; " in said
+    assert "passed; " in start(["audit", str(asynchronous)])
 
 
 @pytest.mark.long
@@ -238,4 +238,4 @@ def test_a_resumed_run_continues_the_turns_that_were_in_progress(run: Run) -> No
 def test_replicas_pass_adapters_on(run: Run, sync: str) -> None:
     given = ("serving.timeout=60", "serving.replicas=2", "model.lora.rank=4", f"model.lora.sync={sync}")
     folder = run(f"lora-{sync}", *given, *BUSY, LATE="0.05")
-    assert "passed; " in start(["audit", str(folder)], python=sys.executable)
+    assert "passed; " in start(["audit", str(folder)])

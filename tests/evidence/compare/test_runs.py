@@ -28,7 +28,7 @@ def test_a_grid_is_continued_and_no_cell_runs_twice(tmp_path: Path) -> None:
     small_run.write(tmp_path)
     grid = {
         "config": "config.yaml",
-        "overrides": {"parallel.tensor": 1, "run.iterations": 3, "run.checkpoint_every": 1},
+        "overrides": {"parallel.tensor": 1, "run.iterations": 2, "run.checkpoint_every": 1},
         "arms": {"low": {"update.actor.lr": 1e-4}, "high": {}},
         "seeds": [0, 1],
         "outcome": {"metric": "reward/mean"},
@@ -54,7 +54,7 @@ def test_a_grid_is_continued_and_no_cell_runs_twice(tmp_path: Path) -> None:
     assert sorted((row["arm"], row["seed"]) for row in rows) == [
         ("high", "0"), ("high", "1"), ("low", "0"), ("low", "1")
     ]  # fmt: skip
-    assert {row["iterations"] for row in rows} == {"3"} and len({row["device"] for row in rows}) == 1
+    assert {row["iterations"] for row in rows} == {"2"} and len({row["device"] for row in rows}) == 1
     with compare(path) as third:
         _, told = third.communicate(timeout=60)
     assert third.returncode == 0 and "4 of 4 cells are done" in told and "starts" not in told

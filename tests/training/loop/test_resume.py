@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,13 @@ def runs(straight: tuple[Path, Path]) -> tuple[Path, Path]:
     """(folder of 6 uninterrupted iterations, folder of a run that was killed and resumed).
 
     The second gets SIGKILL after the checkpoint of step 3. It resumes to step 6 with offload, and with an
-    engine that fails in its first rollout, in processes that Python itself starts.
+    engine that fails in its first rollout.
     """
     config, resumed = straight[0], straight[1].with_name("resumed")
     small_run.train_until(resumed / "checkpoints" / "LATEST", config, "run.name=resumed")
     assert not (resumed / "checkpoints" / "step_6").exists(), "the run must be killed before its end"
     given = ("run.name=resumed", "update.offload=all", FAILS, "--resume")
-    done = small_run.run("train", config, *given, python=sys.executable).succeeded()
+    done = small_run.run("train", config, *given).succeeded()
     assert "megatron-stppo: resumed from step_3 of 6\n" in done.stderr
     return straight[1], resumed
 

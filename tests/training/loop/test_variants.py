@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from tests.documented import undocumented, unreported
+from tests.forking import stand_in
 from tests.ranks import run_ranks
 from tests.training.loop import canaries, small_run
 
@@ -182,9 +183,9 @@ def test_a_checkpoint_of_two_ranks_is_converted_by_one_process_into_the_same_byt
     """Needs the conversion by two ranks in the previous test."""
     run, hf = config.parent / "runs" / "tensor_to_replicas_s_ppo", config.parent / "hf_of_one"
     overrides = (f"run.name={run.name}", *CASES[run.name])
-    convert = [sys.executable, "-m", "megatron_stppo", "convert", "to-hf", str(config), "latest", str(hf)]
+    convert = [stand_in.python(), "-m", "megatron_stppo", "convert", "to-hf", str(config), "latest"]
     done = subprocess.run(
-        [*convert, *overrides],
+        [*convert, str(hf), *overrides],
         capture_output=True,
         text=True,
         env=small_run.ENVIRONMENT,
