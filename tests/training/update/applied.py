@@ -49,7 +49,10 @@ def first_steps(
         parameters = [p for chunk in actor.chunks for p in chunk.parameters()]
         before = [p.detach().clone() for p in parameters]
         loss = ActorLoss(given, minibatch_weights(given, every.chosen, a), a, head)
-        numbers = actor_step(actor, loss, every, packer).metrics
+        step = actor_step(actor, loss, every, packer)
+        numbers, ratios = step.metrics, step.ratios
+        share = float(ratios.clipped_T[ratios.live_T].double().mean())
+        assert abs(share - numbers["actor/clip_fraction"]) < 1e-6, name  # the records of turns say the same
         gradient = torch.cat([p.main_grad.reshape(-1) for p in parameters])
         moved = torch.cat([(p.detach() - old).reshape(-1) for p, old in zip(parameters, before, strict=True)])
         found[name] = (numbers, gradient.tolist(), moved.tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
     memory of the actor's steps.
 
     The steps of the second iteration are skipped because of a NaN in a gradient, those of the third are held.
-    A checkpoint is saved after it. Asserts that both ends have bitwise the same weights.
+    A checkpoint is saved after it. The deviation before whitening is 0.1 more than the iteration's number.
+    Asserts that both ends have bitwise the same weights.
     """
     process.prepare(engine=False)
     import torch
@@ -43,7 +45,8 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
     def iterate(learner: Any, iteration: int, hold: bool = False, spoiled: bool = False) -> None:
         weight = next(learner.actor.chunks[0].parameters())
         hook = weight.register_hook(lambda gradient: gradient * (float("nan") if spoiled else 1))
-        row, _, _ = update(learner, estimated(learner, iteration), iteration, hold)
+        given = replace(estimated(learner, iteration), deviation=0.1 + iteration)
+        row, _, _ = update(learner, given, iteration, hold)
         hook.remove()
         rows.append(row)
         memories.append(learner.actor.memory)

@@ -40,6 +40,19 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "clip_length_power": 0,
         "clip_decision": "segment",
     },
+    "whole and exact": {
+        **PRINTED,
+        "dual_clip": None,
+        "correction_apply": "step",
+        "clip_decision": "segment",
+    },
+    "unbounded": {
+        "preset": "turn_ppo",
+        "clip_low": 0.99,
+        "clip_high": 1000.0,
+        "clip_length_power": 0,
+        "dual_clip": None,
+    },
     "products": {"preset": "turn_ppo", "pooling": "sum", "clip_length_power": 0},
     "entropy": {"preset": "turn_ppo", "entropy_coefficient": 0.01},
     "twice the entropy": {"preset": "turn_ppo", "entropy_coefficient": 0.02},
@@ -100,6 +113,13 @@ def test_the_advantage_of_a_turn_decides_what_is_clipped_and_nothing_else(steps:
     (_, unclipped, _), (wide, same, _) = steps["wide"], steps["wide and whole"]
     assert wide["actor/clip_fraction"] == 0
     torch.testing.assert_close(same, unclipped, rtol=1e-4, atol=1e-7)
+
+
+def test_the_second_pass_computes_what_clipping_by_the_advantage_of_a_turn_has_removed(steps: Any) -> None:
+    (_, unclipped, _), (numbers, kept, _) = steps["unbounded"], steps["whole and exact"]
+    assert numbers["actor/clipping_bias_gradient"] == pytest.approx(
+        float((unclipped - kept).norm()), rel=1e-3
+    )
 
 
 def test_the_strength_multiplies_the_bias(steps: Any) -> None:

@@ -27,6 +27,8 @@ def test_steps_that_change_nothing_leave_no_memory_and_a_resumption_is_bitwise(t
     assert 0 < first["actor/correction_scale"] < 1
     assert (skipped["actor/skipped"], skipped["actor/effective_lr"], skipped["actor/kl_after"]) == (1, 0, 0)
     assert memories[0].kl_after == memories[2].kl_after == first["actor/kl_after"] > 0
+    usual = [(memory.deviation, memory.whitened) for memory in memories]
+    assert usual == [(0.1, 1)] * 3 + [(pytest.approx((0.1 + 3.1) / 2), 2)] * 2
     assert skipped["actor/rate_scale"] == pytest.approx(scales[0]), "the factor of the last step"
     assert (held["actor/held"], held["actor/effective_lr"]) == (1, 0)
     assert 0 < first["actor/effective_lr"] < 5e-3 * first["actor/rate_scale"]
