@@ -39,8 +39,8 @@ class LoraConfig(Section):
     )
     sync: Literal["merged", "adapter"] = Field(
         "merged",
-        description="what the engine gets of each version. merged: W + alpha / rank * B A of the layers "
-        "with an adapter; adapter: A and B, which vLLM applies with its own LoRA",
+        description="what the engine gets. merged: W + alpha / rank * B A of the layers with an adapter; "
+        "adapter: A and B, for vLLM's own LoRA",
     )
 
     @property
@@ -67,8 +67,8 @@ class ModelConfig(Section):
     )
     reference_path: Path | None = Field(
         None,
-        description="Hugging Face folder of the frozen reference of the KL penalty, such as a teacher; its "
-        "size may differ, its tokens may not; default: path",
+        description="Hugging Face folder of the KL penalty's reference, such as a teacher, of any size, with "
+        "the same tokens; default: path",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"
@@ -84,8 +84,8 @@ class ModelConfig(Section):
     )
     delta_net: Literal["torch", "fla"] = Field(
         "torch",
-        description="kernels of gated delta nets. torch: torch's operations; fla: flash-linear-attention, "
-        "and causal-conv1d if installed, on a GPU in bfloat16; they have not run on a GPU yet",
+        description="kernels of gated delta nets. fla: flash-linear-attention, and causal-conv1d if "
+        "installed, on a GPU in bfloat16; they have not run on a GPU yet",
     )
     recompute: Literal["none", "selective", "full"] = Field(
         "none",

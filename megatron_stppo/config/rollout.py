@@ -82,31 +82,27 @@ class EnvironmentConfig(Section):
     )
     turn_rewards: bool = Field(
         False,
-        description="bfcl: an equal share of 1 for each turn of the user that passes; false: 1 at the end, "
-        "if all turns pass",
+        description="bfcl: an equal share of 1 for each passed turn of the user; false: 1 if all pass",
     )
     max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")
     after_end: Literal["message", "text"] = Field(
         "message",
-        description="an observation of an environment without stop strings, or after a turn that ended "
-        "with an end-of-text token: message, a new message of the user in the form of the chat template; "
-        "text, inside the assistant's message as in Search-R1",
+        description="an observation of an environment without stop strings, or after an end-of-text token. "
+        "message: a new message of the user of the template; text: inside the assistant's, as in Search-R1",
     )
     deadline: Seconds = Field(30.0, description="seconds that a call of an environment may take")
     tool_wait: float = Field(
         600.0,
         ge=0,
         le=10_000_000,
-        description="seconds that a rollout waits for unavailable tools; then the run ends with a "
-        "checkpoint and exit code 85",
+        description="seconds to wait for unavailable tools; then the run ends with a checkpoint and code 85",
     )
     concurrency: int = Field(64, ge=1, description="environment calls in progress at a time, per engine")
     max_failure_rate: float = Field(
         0.2,
         ge=0,
         le=1,
-        description="share of failed episodes, of all or of those that called a tool, above which the run "
-        "ends",
+        description="share of failed episodes, of all or of tool users, above which the run ends",
     )
     retrieval: RetrievalConfig = RetrievalConfig()
     _modules: Path | None = PrivateAttr(None)  # no field: a file must not name a folder of code
@@ -146,8 +142,7 @@ class RolloutConfig(Section):
     resample: int = Field(
         0,
         ge=0,
-        description="rounds in which groups of equal rewards are replaced by groups of further tasks "
-        "(docs/algorithms.md, Dynamic sampling)",
+        description="rounds in which groups of equal rewards are replaced (docs/algorithms.md)",
     )
     engine_tensor: int | None = Field(
         None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"
@@ -175,14 +170,14 @@ class RolloutConfig(Section):
     engine_restarts: int = Field(
         3,
         ge=0,
-        description="failed engines that a run replaces; the next one ends it. On a GPU with more than 0, "
+        description="failed engines that a run replaces before it ends. On a GPU with more than 0, "
         "the first ends the process with a checkpoint and exit code 85",
     )
     max_mismatch: float = Field(
         0.1,
         gt=0,
-        description="mean |trainer - engine| of the log-probs of tokens of the current version, in nats, "
-        "above which the run ends; with top_p below 1 the limit is larger by -log(top_p)",
+        description="largest mean |trainer - engine| of log-probs of the current version, in nats; above "
+        "it, plus -log(top_p), the run ends",
     )
     vllm: dict[str, Annotated[Any, AfterValidator(finite)]] = Field(
         default_factory=dict,

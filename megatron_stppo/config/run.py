@@ -56,8 +56,7 @@ class RunConfig(Section):
     )
     rollback: bool = Field(
         False,
-        description="after a spike, restore the newest checkpoint and continue with the next tasks; once "
-        "per checkpoint",
+        description="after a spike, restore the newest checkpoint (once each) and go to the next tasks",
     )
 
     @property

@@ -25,8 +25,8 @@ class ServingConfig(Section):
     max_staleness: int = Field(
         1,
         ge=0,
-        description="largest number of versions between a trajectory's oldest token and the policy that "
-        "trains on it, with order=admission",
+        description="with order=admission, most versions from a trajectory's oldest token to the policy that "
+        "trains on it",
     )
     order: Literal["admission", "completion"] = Field(
         "admission",
@@ -44,7 +44,7 @@ class ServingConfig(Section):
     address: str | None = Field(
         None,
         description="network interface that replicas connect to; default: loopback if train starts them, "
-        "otherwise that of MASTER_ADDR, or under Slurm of the first rank's node",
+        "else MASTER_ADDR's, or under Slurm the first rank's node's",
     )
     timeout: Seconds = Field(
         60.0,

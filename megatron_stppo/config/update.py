@@ -54,8 +54,8 @@ class UpdateConfig(Section):
     )
     share_prefixes: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="compute once what trajectories of a micro-batch have in common at their start. auto: "
-        "where it is possible (parallel.context=1, model.layers=local) and saves at least 5 % of the tokens",
+        description="compute the common starts of a micro-batch's trajectories once. auto: where possible "
+        "(parallel.context=1, model.layers=local), and for 5 % of the tokens or more",
     )
     offload: Literal["none", "optimizer", "all"] = Field(
         "none",
@@ -68,8 +68,7 @@ class UpdateConfig(Section):
     critic_only: int = Field(
         0,
         ge=0,
-        description="iterations at the start in which only the critic learns; the actor's steps are computed "
-        "and not applied",
+        description="first iterations, in which the actor's steps are computed but not applied",
     )
     critic_steps: int = Field(1, ge=1, description="optimizer steps of the critic per step of the actor")
     actor: ActorOptimizerConfig = ActorOptimizerConfig()
@@ -107,7 +106,7 @@ class ColdStartConfig(Section):
         32,
         ge=0,
         description="episodes of data.train that the trained model plays at the end; 0, or without "
-        "data.train: none, and the environment is not opened",
+        "data.train: none, without an environment",
     )
     critic_steps: int = Field(
         50, ge=1, description="optimizer steps of --critic, with the settings of update.critic"
