@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from megatron_stppo.base.errors import EngineLost, ToolsStayAway
+from megatron_stppo.replicas.trainer import hub
 from megatron_stppo.replicas.wire.messages import (
     Announce,
     Give,
@@ -242,14 +243,44 @@ def test_a_run_that_ends_waits_for_transfers_in_progress_and_begins_no_others(se
         ends.start()
         ends.join(0.5)
         assert ends.is_alive()
+        b.dialer.send(Ready(1))
+        until(lambda: t.crew.tree.nodes["member-2"].ready == 1)
         for replica in (a,) if sender == "the trainer" else (b, a):
             replica.dialer.send(Moved(message.route.name, 1))
         ends.join(30)
         assert not ends.is_alive() and t.hub.next_to_send(30.0, 1) is False
-        b.dialer.send(Ready(1))
         t.hub.close("the run has ended")
         kinds = {type(message) for message in b.dialer.take(5.0)} - {Announce}
         assert kinds == {Stop} and t.crew.lost == 0
+
+
+def test_the_thread_that_sends_ends_with_the_run_although_its_replica_is_not_ready() -> None:
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        t.hub.announce(1, apart=True)
+        assert t.hub.next_to_send(0.0, 1) is True
+        t.hub.end_transfers()
+        assert t.hub.next_to_send(0.0, 1) is False
+
+
+def test_a_run_that_is_asked_to_end_meanwhile_waits_for_transfers_for_a_short_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hub, "LEAVING", 0.1)
+    with trainer() as (t, connect):
+        a = connect()
+        t.join(a, "a")
+        t.hub.announce(1, apart=True)
+        a.dialer.send(Ready(1))
+        assert t.hub.next_to_send(30.0, 1)
+        ends = threading.Thread(target=t.hub.end_transfers, daemon=True)
+        ends.start()
+        ends.join(0.5)
+        assert ends.is_alive()
+        t.hub.must_end("SIGTERM")
+        ends.join(10)
+        assert not ends.is_alive()
 
 
 def test_an_error_of_the_thread_that_sends_is_raised_by_the_next_wait() -> None:

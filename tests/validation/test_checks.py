@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import sys
@@ -119,6 +120,11 @@ def test_options_that_are_passed_on_are_those_of_the_installed_packages(path: Pa
     assert {"hidden_dropout", "tensor_model_parallel_size"} <= set(fields), "of both dataclasses"
     assert set(DECIDED_MEGATRON) <= set(fields)
     assert set(DECIDED_VLLM) <= set(declared(*ENGINE_ARGS))
+    setup = Path(passed_on.__file__).parents[1] / "rollout/vllm/vllm_setup.py"
+    nodes = ast.walk(ast.parse(setup.read_text(encoding="utf-8")))
+    assigned = [node for node in nodes if isinstance(node, ast.AnnAssign)]
+    (fixed,) = (node.value for node in assigned if ast.unparse(node.target) == "fixed")
+    assert set(ast.literal_eval(ast.unparse(ast.List(fixed.keys)))) <= set(DECIDED_VLLM)  # type: ignore
     fitting = ["megatron.recompute_granularity=full", "rollout.vllm.max_num_batched_tokens=4096"]
     check(load(path, fitting), 2, "train")
 
