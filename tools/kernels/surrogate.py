@@ -96,8 +96,8 @@ def surrogate_inputs(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor, Tens
     for _ in range(3):  # float64 and float32 must agree on what is clipped
         for given, power in ((offsets, 0), (offsets, 1), (None, 0)):
             ratio_T = spread(segment_ratio(logprob, old, given)[0], given, tokens)
-            length_T = spread(offsets.diff(), offsets, tokens) ** power
-            near_T = ((ratio_T - 1).abs() * length_T - CLIP).abs() < 1e-4
+            length_T = spread(offsets.diff(), offsets, tokens).double() ** power
+            near_T = ((ratio_T**length_T - 1).abs() - CLIP).abs() < 1e-4
             old += 1e-3 * near_T
     return logprob, old, advantage
 
@@ -134,16 +134,16 @@ def exact_ppo(
     logprob_T: Tensor, old_T: Tensor, advantage_T: Tensor, offsets: Tensor | None, power: float = 0.0
 ) -> list[Tensor]:
     """Return [loss, d loss / d logprob] in float64. With `offsets`, a turn's ratio is its geometric mean, and
-    CLIP n^-power the bounds of a turn of n tokens."""
+    (1 -+ CLIP)^(n^-power) are the bounds of a turn of n tokens."""
     x = logprob_T.detach().double().requires_grad_()
-    delta_T, clip = x - old_T.double(), torch.full_like(x.detach(), CLIP)
+    delta_T, share_T = x - old_T.double(), torch.ones_like(x.detach())
     if offsets is not None:
         length_S = offsets.diff()
         segment_T = torch.arange(len(length_S), device=x.device).repeat_interleave(length_S)
         sum_S = torch.zeros(len(length_S), dtype=x.dtype, device=x.device).index_add(0, segment_T, delta_T)
         delta_T = (sum_S / length_S.clamp(min=1))[segment_T]
-        clip = CLIP * length_S.double()[segment_T] ** -power
+        share_T = length_S.double()[segment_T] ** -power
     ratio_T, advantage_T = delta_T.exp(), advantage_T.double()
-    bounded_T = ratio_T.clamp(1 - clip, 1 + clip)
+    bounded_T = ratio_T.clamp((1 - CLIP) ** share_T, (1 + CLIP) ** share_T)
     loss = -torch.minimum(ratio_T * advantage_T, bounded_T * advantage_T).mean()
     return [loss.detach(), *torch.autograd.grad(loss, x)]
