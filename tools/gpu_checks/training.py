@@ -77,7 +77,7 @@ def measured(dtype: str, own: Any = None) -> Any:
     process.start(config)
     shape = read_shape(config.model.path)
     case = cases(shape, 1, config.parallel, [256])[0]
-    return case.name(1), measure(case, config, shape, random_batch(shape.vocab, 8, 0), own)
+    return case.name(1), measure(case, config, shape, random_batch(shape.vocab, 1, 0), own)
 
 
 def reference() -> dict[str, Any]:
