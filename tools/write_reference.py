@@ -82,12 +82,17 @@ def commands() -> str:
 def configuration() -> str:
     """Return docs/configuration.md."""
     parts: list[str] = [CONFIGURATION]
-    shown: dict[tuple[str, ...], tuple[str, type[BaseModel]]] = {}
+    shown: dict[str, type[BaseModel]] = {}
     for name, model in sections(Config, ""):
         about = " ".join((model.__doc__ or "").split())
-        first, base = shown.setdefault(tuple(model.model_fields), (name, model))
-        others = f"The fields of `{first}`, with other defaults: {other_defaults(model, base)}.\n"
-        rows = ALGORITHM if model is AlgorithmConfig else table(model) if model is base else others
+        fields = model.model_fields.keys()
+        first, base = next(
+            (item for item in shown.items() if item[1].model_fields.keys() <= fields), ("", None)
+        )
+        shown[name] = model
+        rows = ALGORITHM if model is AlgorithmConfig else table(model, base)
+        if base is not None:
+            rows = f"The fields of `{first}`, with other defaults: {other_defaults(model, base)}.\n\n{rows}"
         parts.append(f"## {name}\n\n" + (f"{about}\n\n" if about else "") + rows)
     parts.append(f"## megatron\n\n{sentence(Config.model_fields['megatron'].description)}\n")
     return "\n".join(parts)
@@ -101,10 +106,13 @@ def sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, type[Ba
             yield from sections(field.annotation, f"{prefix}{name}.")
 
 
-def table(model: type[BaseModel]) -> str:
+def table(model: type[BaseModel], base: type[BaseModel] | None = None) -> str:
+    """Return the table of the fields that `base` does not have."""
     rows = ["| field | values | default | meaning |", "|---|---|---|---|"]
+    known = () if base is None else base.model_fields
     for name, field in model.model_fields.items():
-        if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        if name not in known and not nested:
             cells = (f"`{name}`", values(field), default(field), sentence(field.description))
             rows.append("| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |")
     return "\n".join(rows) + "\n"
@@ -114,7 +122,11 @@ def other_defaults(model: type[BaseModel], base: type[BaseModel]) -> str:
     """Return the defaults that differ from those of a section with the same fields. Example: "`lr` `0.1`"."""
     fields = base.model_fields
     own = {name: default(field) for name, field in model.model_fields.items()}
-    return ", ".join(f"`{name}` {value}" for name, value in own.items() if value != default(fields[name]))
+    return ", ".join(
+        f"`{name}` {value}"
+        for name, value in own.items()
+        if name in fields and value != default(fields[name])
+    )
 
 
 def values(field: FieldInfo) -> str:
