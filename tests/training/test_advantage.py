@@ -289,15 +289,23 @@ def test_group_advantage_is_on_all_action_tokens_and_needs_no_critic():
 
 def test_an_advantage_of_the_user_replaces_that_of_the_group_and_is_0_for_failed_trajectories():
     def best_of_all(outcome_N, group_N, counted_N):
-        assert counted_N.tolist() == [True, True, False]
+        assert counted_N.tolist() == [True, True, False, False]
         return outcome_N - outcome_N[counted_N].max()
 
-    batch = scored([trajectory([0.0, 1.0]), trajectory([3.0]), trajectory([9.0], outcome="error")])
+    # the third is a further history of the second episode
+    played = [
+        trajectory([0.0, 1.0]),
+        trajectory([3.0]),
+        trajectory([5.0]),
+        trajectory([9.0], outcome="error"),
+    ]
+    batch = replace(scored(played), first_N=torch.tensor([True, True, False, True]))
     given = settings(advantage="recipe:best_of_all")
-    assert estimate(batch, given, groups(batch), best_of_all).advantage_T.tolist() == [-2.0] * 4 + [0.0] * 4
+    advantages = [-2.0] * 4 + [0.0] * 2 + [2.0] * 2 + [0.0] * 2
+    assert estimate(batch, given, groups(batch), best_of_all).advantage_T.tolist() == advantages
     assert has_signal(batch, given, groups(batch), best_of_all)
-    assert not has_signal(batch, given, groups(batch), lambda *given: torch.zeros(3))
-    with pytest.raises(ValueError, match=r"algorithm.advantage: returned \[2\] for 3 trajectories"):
+    assert not has_signal(batch, given, groups(batch), lambda *given: torch.zeros(4))
+    with pytest.raises(ValueError, match=r"algorithm.advantage: returned \[2\] for 4 trajectories"):
         estimate(batch, given, groups(batch), lambda *given: torch.zeros(2))
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
-from megatron_stppo.base.types import Batch, ScoredBatch
+from megatron_stppo.base.types import Batch, ScoredBatch, UpdatedBatch
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.data.validity import columns, not_finite
@@ -39,9 +40,10 @@ def write(run: Path, iteration: int, batch: Batch, keep: int = 2) -> None:
     dumps.write(run, iteration, batch, groups_of([EPISODE.summary, FAILED.summary]), MESH, ["because"], keep)
 
 
-def test_a_batch_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_batch_comes_back_bit_for_bit_without_what_estimate_computes_again(tmp_path: Path) -> None:
     batch = scored(float("nan"))
-    write(tmp_path, 7, batch)
+    added = {name: torch.zeros(8) for name in ("advantage_T", "return_T", "return_R")}
+    write(tmp_path, 7, UpdatedBatch.of(batch, **added))
     again, group_N = dumps.read(tmp_path, 7, MESH)
     assert group_N.tolist() == [2, 1]
     assert columns(again).keys() == columns(batch).keys() >= {"old_logprob_T", "value_T", "live_N"}
@@ -50,6 +52,15 @@ def test_a_batch_comes_back_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(value.nan_to_num(9), getattr(again, name).nan_to_num(9)), name
     record = json.loads((tmp_path / "dumps/iteration-00007/batch.json").read_text())
     assert record == {"iteration": 7, "reasons": ["because"], "routed": None}
+
+
+def test_a_dump_of_an_earlier_version_may_lack_what_every_batch_has_now(tmp_path: Path) -> None:
+    write(tmp_path, 1, scored())
+    (path,) = (tmp_path / "dumps/iteration-00001").glob("*.safetensors")
+    tensors = load_file(path)
+    save_file({name: value for name, value in tensors.items() if name not in ("first_N", "cut_N")}, path)
+    again, _ = dumps.read(tmp_path, 1, MESH)
+    assert again.first_N.tolist() == [True, True] and again.cut_N.tolist() == [False, False]
 
 
 def test_the_newest_dumps_are_kept_and_a_dump_of_an_interrupted_attempt_is_replaced(tmp_path: Path) -> None:
