@@ -73,9 +73,13 @@ def test_resumed_run_plays_the_same_tokens(runs: tuple[Path, Path]) -> None:
 
 
 def test_resumed_run_ends_at_the_same_weights_and_optimizer_state_bitwise(runs: tuple[Path, Path]) -> None:
-    """Compares every tensor file of both models' checkpoints: weights and Adam's moments."""
+    """Compares every tensor file of both models' checkpoints, weights and Adam's moments, and what the steps
+    read of earlier ones, the guard's spikes and mechanisms and the position in the tasks."""
     straight, resumed = (small_run.tensors(run, 6) for run in runs)
     assert resumed == straight
+    before, after = (json.loads((run / "checkpoints/step_6/state.json").read_text()) for run in runs)
+    assert after == before
+    assert len(before["spikes"]["actor/gradient_norm"]) == 6 and "acting" in before
 
 
 def test_engine_and_trainer_agree_on_every_log_prob(runs: tuple[Path, Path]) -> None:

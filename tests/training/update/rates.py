@@ -50,6 +50,7 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
         hook.remove()
         rows.append(row)
         memories.append(learner.actor.memory)
+        assert learner.usual_deviation == learner.actor.memory.deviation
 
     learner = build_learner(config, shape, mesh, torch.float32)
     iterate(learner, 0)
