@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_stppo.base.types import Batch, ScoredBatch, Task, Trajectory, Turn
+from megatron_stppo.base.types import Batch, EstimatedBatch, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import to_batch
 
@@ -41,6 +41,13 @@ def test_observations_have_no_reward_and_no_logprob() -> None:
     assert whole.old_logprob_T is not None
     assert whole.old_logprob_T.tolist() == [1, 2, 3, 0, 0, 0, 0, 4, 5, 6, 0]
     assert whole.reference_logprob_T is None
+
+
+def test_values_and_returns_are_those_of_observations_too() -> None:
+    of_all = {"value_R": torch.arange(11.0), "return_R": torch.arange(11.0) + 20}
+    of_actions = {name: torch.zeros(6) for name in ("advantage_T", "value_T", "return_T")}
+    whole = with_observations(EstimatedBatch.of(batch(), epochs=(), **of_all, **of_actions))
+    assert whole.value_T is of_all["value_R"] and whole.return_T is of_all["return_R"]
 
 
 def test_action_rows_are_the_positions_of_the_action_tokens() -> None:

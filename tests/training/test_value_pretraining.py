@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from megatron_stppo.base.errors import ConfigError
-from megatron_stppo.base.types import Task, Trajectory, Turn
+from megatron_stppo.base.types import Minibatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.training.value_pretraining import monte_carlo, split
+from megatron_stppo.training import value_pretraining
+from megatron_stppo.training.value_pretraining import measured, monte_carlo, split
 from megatron_stppo.validation.checks import check_output
 from megatron_stppo.validation.sources import check_pretraining
 
@@ -22,7 +23,7 @@ def trajectory(*turns: tuple[int, int, float], outcome: str = "ok") -> Trajector
 
 
 def targets(played: list[Trajectory], **given: Any) -> list[float]:
-    settings = AlgorithmConfig(**({"preset": "st_ppo", "lam": 0.5, "lam_length": 1.5} | given))
+    settings = AlgorithmConfig(**({"preset": "st_ppo", "lam_length": 1.5} | given))
     found = monte_carlo(to_batch(played), played, settings).return_T
     assert found is not None
     return found.tolist()
@@ -54,8 +55,20 @@ def test_targets_are_those_of_a_loop_in_float64_and_do_not_depend_on_lambda() ->
             after = reward + 0.97 * after
             sums.append(after)
         expected += sums[::-1]
-    for given in ({}, {"lam_critic": 0.3}, {"lam_length": None}, {"whiten": False}):
+    for given in ({}, {"lam_critic": 0.3}, {"lam_length": None, "lam": 0.5}, {"whiten": False}):
         assert targets(played, gamma=0.97, **given) == pytest.approx(expected, rel=1e-6)
+
+
+def test_only_the_tokens_of_the_minibatch_count_in_its_explained_variance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played = [trajectory((1, 0, reward)) for reward in (1.0, 3.0, 9.0)]
+    batch = monte_carlo(to_batch(played), played, AlgorithmConfig(preset="st_ppo"))
+    value_T = torch.tensor([1.0, 3.0, 0.0])  # a pass over the first two leaves 0 for the third
+    monkeypatch.setattr(value_pretraining, "values", lambda *given: value_T)
+    packer: Any = None
+    scored, explained = measured([], batch, Minibatch((0, 1), ((0, 1),)), packer)
+    assert explained == 1 and scored.value_T is value_T
 
 
 def test_episodes_of_a_task_are_on_one_side_and_the_last_tasks_are_held_out() -> None:
