@@ -56,8 +56,9 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any, timeout: flo
     try:
         return _gather(pipes, time.monotonic() + timeout)
     finally:
+        ends = time.monotonic() + (5 if sys.exc_info()[0] is None else 0)
         for process in processes:
-            process.join(5 if sys.exc_info()[0] is None else 0)
+            process.join(max(0.0, ends - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
