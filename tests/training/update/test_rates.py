@@ -27,6 +27,9 @@ def test_steps_that_change_nothing_leave_no_memory_and_a_resumption_is_bitwise(t
     assert 0 < first["actor/correction_scale"] < 1
     assert (skipped["actor/skipped"], skipped["actor/effective_lr"], skipped["actor/kl_after"]) == (1, 0, 0)
     assert memories[0].kl_after == memories[2].kl_after == first["actor/kl_after"] > 0
+    assert "actor/effective_share" in first
+    for without in (skipped, held):
+        assert not {"actor/effective_share", "actor/removed_share"} & without.keys()
     usual = [(memory.deviation, memory.whitened) for memory in memories]
     assert usual == [(0.1, 1)] * 3 + [(pytest.approx((0.1 + 3.1) / 2), 2)] * 2
     assert skipped["actor/rate_scale"] == pytest.approx(scales[0]), "the factor of the last step"
