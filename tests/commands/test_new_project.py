@@ -14,6 +14,7 @@ import pytest
 import megatron_stppo
 from megatron_stppo.commands.environments import AGENT, MAKE_MODEL, TEMPLATE, write_project
 from megatron_stppo.config import ConfigError
+from tests.forking import stand_in
 
 ROOT = Path(__file__).parents[2]
 AGENT_FILES = ["README.md", "agent.py", "config.yaml", "demonstrations.py", "make_model.py"]
@@ -21,10 +22,10 @@ AGENT_FILES += ["test_agent.py", "train.jsonl"]
 FILES = ["README.md", "config.yaml", "guess.py", "make_model.py", "test_environment.py", "train.jsonl"]
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     given = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=given, capture_output=True, text=True, timeout=240
+        [python, *command], cwd=folder, env=given, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -70,7 +71,7 @@ def test_a_new_agent_passes_its_tests_and_learns_to_call_its_tools(tmp_path: Pat
     assert sorted(path.name for path in folder.iterdir()) == AGENT_FILES
     rows = folder / "demonstrations.py"  # fewer than the project has: how calls are written is learned first
     rows.write_text(rows.read_text().replace("ROWS = 2_000", "ROWS = 300"))
-    played = run(folder, "make_model.py")
+    played = run(folder, "-m", "make_model", python=stand_in.python())
     assert "3 passed" in run(folder, "-m", "pytest", "-q").stdout
     said = re.search(r"exact match ([0-9.]+), valid actions ([0-9.]+)", played.stdout + played.stderr)
     assert said and 0 < float(said[1]) < 0.9 and float(said[2]) > 0.9, "its calls are read, at random boxes"

@@ -158,8 +158,8 @@ def torchrun(ranks: int = 2, python: str = "") -> list[str]:
     return [*launcher, f"--nproc-per-node={ranks}", "-m", "megatron_stppo"]
 
 
-def run(command: str, config: Path, *arguments: str, python: str = "") -> Done:
-    return run_command((command, str(config), *arguments), python=python)
+def run(command: str, config: Path, *arguments: str, python: str = "", ranks: int = 2) -> Done:
+    return run_command((command, str(config), *arguments), ranks, python)
 
 
 def train_until(path: Path, config: Path, *arguments: str) -> None:
@@ -186,10 +186,11 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def run_command(arguments: tuple[str, ...], ranks: int = 2, python: str = "") -> Done:
-    """Run a command under torchrun, as a user starts it."""
+    """Run a command as a user starts it: under torchrun for ranks > 1."""
+    program = torchrun(ranks, python) if ranks > 1 else [python or stand_in.python(), "-m", "megatron_stppo"]
     with (
         subprocess.Popen(
-            [*torchrun(ranks, python), *arguments],
+            [*program, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -33,10 +33,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config
 
 
-def start(config: Path, output: str, *overrides: str) -> small_run.Done:
+def start(config: Path, output: str, *overrides: str, ranks: int = 2) -> small_run.Done:
     root = config.parent
     given = (f"data.demonstrations={root}/demonstrations.jsonl", f"cold_start.output={root}/{output}")
-    return small_run.run("cold-start", config, *given, "cold_start.batch_tokens=75", *overrides)
+    more = ("cold_start.batch_tokens=75", f"parallel.tensor={ranks}", *overrides)
+    return small_run.run("cold-start", config, *given, *more, ranks=ranks)
 
 
 def changed(root: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
@@ -61,7 +62,7 @@ def test_the_loss_of_turns_and_episodes_with_the_written_model_are_shown(config:
 def test_a_turn_that_the_environment_would_not_end_is_refused_with_its_row(config: Path) -> None:
     (config.parent / "open.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, OPEN)))
     given = (f"data.demonstrations={config.parent}/open.jsonl", "environment.kind=search")
-    done = start(config, "refused", *given)
+    done = start(config, "refused", *given, ranks=1)
     assert "open.jsonl row 2: segments.0.text: a turn ends with the first stop string in it" in done.stderr
     assert done.returncode != 0 and not (config.parent / "refused").exists()
 
@@ -70,7 +71,8 @@ def test_every_weight_of_gated_delta_nets_is_trained(config: Path) -> None:
     root = config.parent
     build_model(root / "hybrid", "qwen3_5")
     output, without = root / "hybrid-out", "cold_start.episodes=0"
-    start(config, output.name, f"model.path={root}/hybrid", without, "model.dtype=bfloat16").succeeded()
+    given = (f"model.path={root}/hybrid", without, "model.dtype=bfloat16")
+    start(config, output.name, *given, ranks=1).succeeded()
     before, after = (load_file(folder / "model.safetensors") for folder in (root / "hybrid", output))
     assert not {key for key in before if torch.equal(before[key].to(after[key].dtype), after[key])}
     assert {key for key, x in after.items() if x.dtype == torch.float32} == {
@@ -101,6 +103,6 @@ def test_a_cold_start_without_a_finite_step_writes_nothing(config: Path) -> None
         (9, "4 of 4 steps were not finite, run.nonfinite_budget=9; nothing is written; lower cold_start.lr"),
     ):
         given = (f"run.nonfinite_budget={budget}", "cold_start.episodes=0")
-        done = start(config, "none", f"model.path={folder}", *given)
+        done = start(config, "none", f"model.path={folder}", *given, ranks=1)
         assert done.returncode != 0 and not (config.parent / "none").exists()
         assert f"megatron-stppo: {line}" in done.stderr, done.stderr[-3000:]

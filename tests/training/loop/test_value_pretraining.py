@@ -20,13 +20,14 @@ PLAIN = ("algorithm.kl_coefficient=0", "parallel.tensor=1")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration whose model has played two iterations, in runs/played."""
     path = small_run.write(tmp_path_factory.mktemp("critic"))
-    small_run.run("rollout", path, "run.name=played", "run.iterations=2", *PLAIN).succeeded()
+    small_run.run("rollout", path, "run.name=played", "run.iterations=2", *PLAIN, ranks=1).succeeded()
     return path
 
 
-def pretrain(config: Path, *arguments: str) -> small_run.Done:
+def pretrain(config: Path, *arguments: str, ranks: int = 2) -> small_run.Done:
     given = ("--critic", f"{config.parent}/runs/played", f"cold_start.output={config.parent}/critic")
-    return small_run.run("cold-start", config, *given, "cold_start.critic_steps=12", *PLAIN, *arguments)
+    more = ("cold_start.critic_steps=12", *PLAIN, *arguments)
+    return small_run.run("cold-start", config, *given, *more, ranks=ranks)
 
 
 def explained(folder: Path, played: list[dict]) -> float:
@@ -59,9 +60,8 @@ def test_a_run_begins_with_the_critic_and_the_policy_is_untouched(config: Path) 
     assert lines[-1][2] == f", {last} held out after it"
     assert ("worse than the mean return" in done.stderr) == (float(last) < 0)
 
-    small_run.run(
-        "train", config, "run.name=taught", "run.iterations=1", f"model.critic_path={root}/critic", *PLAIN
-    ).succeeded()
+    given = ("run.name=taught", "run.iterations=1", f"model.critic_path={root}/critic")
+    small_run.run("train", config, *given, *PLAIN, ranks=1).succeeded()
     run = root / "runs" / "taught"
     (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     lines = (run / "trajectories" / "iteration-00001.jsonl").read_text().splitlines()
@@ -71,7 +71,8 @@ def test_a_run_begins_with_the_critic_and_the_policy_is_untouched(config: Path) 
 
 
 def test_episodes_of_another_model_are_refused_in_one_line_and_nothing_is_written(config: Path) -> None:
-    done = pretrain(config, "rollout.temperature=0.3", f"cold_start.output={config.parent}/other")
+    other = f"cold_start.output={config.parent}/other"
+    done = pretrain(config, "rollout.temperature=0.3", other, ranks=1)
     assert done.returncode != 0
     assert re.search(
         r"megatron-stppo: --critic=.*/played: the log-probs of its episodes differ from those of model\.path="
