@@ -1,11 +1,10 @@
-"""These tests run in one process that imports megatron once and forks; `make chaos` runs many more cases."""
+"""These tests run in one process that has imported megatron and forks; `make chaos` runs many more cases."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import ConfigError
+from tests.ranks import context
 from tests.training.update import layouts
 
 Run = Callable[..., Any]
@@ -32,12 +32,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Return a function that calls a function of this file in that process."""
-    with ProcessPoolExecutor(1, get_context("spawn"), prepare) as pool:
+    with ProcessPoolExecutor(1, context(), prepare) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
 def prepare() -> None:
-    process.prepare(engine=False)
+    process.prepare()
     torch.set_num_threads(1)
 
 

@@ -22,8 +22,8 @@ from tests.forking.client import FORWARDED
 # Python and libraries read these at their start. With another value, Python itself starts the program.
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "VLLM_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "HF_", "TRANSFORMERS_")
 BECOMES = ("PYTHONPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS")  # _become does what they ask for
-# folders, which libraries look up when they use them; examples/slurm/settings.sh sets them
-FOLDERS = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
+# not read at the start; the scripts of examples/slurm set them
+FOLDERS = ("PYTHON", "VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")
 # pyarrow's allocator has handlers that stop and start its thread around a fork.
 THREADS = {"jemalloc_bg_thd"}
 

@@ -88,7 +88,7 @@ def look(path: Path) -> Any:
         name = normalised_over_the_batch.__name__
         return found, staged.findings(of_group, landing, {name: normalised_over_the_batch}, again=False)
 
-    return staged.run(of, path)
+    return staged.run(of, path, "rollout.samples_per_task=4")
 
 
 def test_planted_faults_of_rewards_are_found_and_healthy_ones_are_not(tmp_path: Path) -> None:
