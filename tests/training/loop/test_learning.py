@@ -28,7 +28,7 @@ def rows(data: Path, example: str, *given: str) -> list[dict[str, Any]]:
     """Return the metrics of a run of the example on one rank."""
     settings = [
         *("parallel.tensor=1", "run.checkpoint_every=100", f"run.root={data.parent}/runs"),
-        *("evaluate.samples=1", "evaluate.tasks=114"),
+        "evaluate.samples=1",
         f"model.path={QUICKSTART}/model",
         *(f"data.{name}={data}/{name}.jsonl" for name in ("train", "evaluate")),
         f"environment.retrieval.index={data}/index",
@@ -44,15 +44,15 @@ def rows(data: Path, example: str, *given: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("example", ["quickstart", pytest.param("own_algorithm", marks=pytest.mark.long)])
 def test_an_example_learns_in_four_iterations(data: Path, example: str) -> None:
-    """The quickstart goes from 0.373 to 0.798 of 228 questions; here it answers half of them.
+    """The quickstart with the seeds 0, 1 and 2: from 0.373 to 0.798, 0.855 and 0.842.
 
-    With 114 questions the standard error of an evaluation is at most 0.047. The quickstart ends at 0.004 with
+    With 228 questions the standard error of an evaluation is at most 0.033. The quickstart ends at 0.004 with
     negated advantages, at 0.373 with a learning rate of 1e-12. If the engine keeps its first weights, the run
     ends with an error.
     """
     found = rows(data, example, "run.iterations=4", "run.evaluate_every=4")
     before, after = (row["evaluate/exact_match"] for row in found if "evaluate/exact_match" in row)
-    assert after - before > 0.25, (before, after)
+    assert after - before > 0.4, (before, after)
 
 
 def test_a_run_uses_a_loss_and_an_advantage_of_its_own(data: Path) -> None:
