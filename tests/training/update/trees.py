@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_stppo.cluster.launch import process
@@ -103,7 +104,6 @@ def dealt() -> list[list[int]]:
     """Return the division over two data-parallel ranks of trajectories of 11 tokens. The first three have a
     prompt of 10 tokens in common."""
     process.prepare(engine=False)
-    from types import SimpleNamespace
 
     from megatron_stppo.data.division import Packer
     from megatron_stppo.data.packing import PackingSpec
@@ -134,7 +134,7 @@ def obstacles() -> list[tuple[str, str]]:
         with mock.patch.object(pipeline, "layer_spec", lambda config, layers=layers: layers):
             reason = pipeline.sharing_obstacle(config, layout)
             try:
-                pipeline.shares_prefixes(config, layout)
+                pipeline.packer_of(config, None, SimpleNamespace(layout=layout))
             except ConfigError as error:
                 found.append((reason.split(":")[0].split("'")[0], str(error).split(": ")[0]))
     return found
