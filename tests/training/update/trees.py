@@ -104,7 +104,6 @@ def dealt() -> list[list[int]]:
     """Return the division over two data-parallel ranks of trajectories of 11 tokens. The first three have a
     prompt of 10 tokens in common."""
     process.prepare(engine=False)
-
     from megatron_stppo.data.division import Packer
     from megatron_stppo.data.packing import PackingSpec
     from tests.data.test_prefixes import played
