@@ -30,7 +30,6 @@ from megatron_stppo.model.learner import build_learner
 from megatron_stppo.parallel import groups
 from megatron_stppo.replicas.replica.replica import Replica
 from megatron_stppo.replicas.replica.start import Started, first_rank
-from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.trainer.start import start_hub
 from megatron_stppo.replicas.wire import keys
@@ -101,7 +100,7 @@ def train(folder: Path, replicas: int, versions: int) -> list[dict[str, float]]:
         set_version(learner, 1000)  # what a thread sends is a copy
         served._sender.join()
         set_version(learner, version)  # what is sent again is not
-        served._until(lambda hub: all_have(hub, version))
+        served._until(lambda h, v=version: all(n.version == v for n in h._crew.tree.nodes.values()) or None)
         row = {"blocked": blocked, "sent": float(served._sender.sent), "lost": 0.0}
         served._sender.sent = 0
         if hub is not None:
@@ -115,11 +114,6 @@ def train(folder: Path, replicas: int, versions: int) -> list[dict[str, float]]:
     served.close()
     assert hub is None or hub.numbers()["lost"] == rows[-1]["lost"]
     return rows[1:]
-
-
-def all_have(hub: Hub, version: int) -> bool | None:
-    """Return True if all replicas have the version. A run skips it if the only one that had it is lost."""
-    return all(node.version == version for node in hub._crew.tree.nodes.values()) or None
 
 
 def set_version(learner: Any, version: int) -> None:
