@@ -84,7 +84,7 @@ def config(folder: Path, replicas: int, *, tensor: int = 1, engine_tensor: int =
 
 
 def train(folder: Path, replicas: int, versions: int) -> list[dict[str, float]]:
-    """Publish versions 0 to `versions`. Return, for each after the first, what it cost."""
+    """Publish each version when all replicas have the last one. Return, for each after 0, what it cost."""
     os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())  # all ranks are on this machine
     given = config(folder, replicas, tensor=dist.get_world_size())
     mesh, shape = groups.initialize(given.parallel), read_shape(folder / "model")
