@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+import yaml
+
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.observe.run_files import played_path
@@ -27,6 +29,13 @@ def test_every_preset_has_one_row() -> None:
     presets = [NAME.findall(cells[0]) for cells in rows("algorithms.md") if len(cells) == 4]
     named = [names[0] for names in presets if names]
     assert sorted(named) == sorted(VARIANTS)
+
+
+def test_every_algorithm_on_the_page_can_be_configured() -> None:
+    written = re.findall(r"`(\{preset:.*?\})`", (DOCS / "algorithms.md").read_text(encoding="utf-8"))
+    assert len(written) >= 8
+    for section in written:
+        AlgorithmConfig.model_validate(yaml.safe_load(section))
 
 
 def test_every_aggregation_has_a_row() -> None:

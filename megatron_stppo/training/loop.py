@@ -32,10 +32,10 @@ from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.rollout.episodes.failures import warn
 from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks
-from megatron_stppo.training.advantage import estimate, has_signal
+from megatron_stppo.training.advantage import has_signal
 from megatron_stppo.training.guard.guard import UpdateGuard, check_mismatch
 from megatron_stppo.training.rollouts import Rollouts, evaluate_tasks
-from megatron_stppo.training.stages import distribute, score, update
+from megatron_stppo.training.stages import advantages, distribute, score, update
 from megatron_stppo.training.update.own import Own
 from megatron_stppo.training.update.ratios import turns
 from megatron_stppo.validation import attempts
@@ -73,7 +73,7 @@ def train(
         # advantage: advantages and returns of the action tokens
         with observer.phase("advantage"):
             group_N = groups_of(played.every)
-            batch = estimate(scored, config.algorithm, group_N, own.advantage, learner.usual_deviation)
+            batch = advantages(learner, scored, group_N, own.advantage)
             hold = not has_signal(batch, config.algorithm, group_N, own.advantage)
         # update: optimizer steps of actor (ST-PPO) and critic
         with observer.phase("update"):

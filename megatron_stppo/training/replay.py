@@ -28,10 +28,10 @@ from megatron_stppo.observe import run_files, trajectory_log
 from megatron_stppo.observe.console import RowLines, say, timed
 from megatron_stppo.observe.describe import describe_batch, describe_groups, describe_rollouts
 from megatron_stppo.observe.metrics import Metrics, progress
-from megatron_stppo.training.advantage import estimate, has_signal
+from megatron_stppo.training.advantage import has_signal
 from megatron_stppo.training.guard import dumps
 from megatron_stppo.training.loop import Checkpoints
-from megatron_stppo.training.stages import divided, score, update, with_behaviour
+from megatron_stppo.training.stages import advantages, divided, score, update, with_behaviour
 from megatron_stppo.training.update.own import Own
 from megatron_stppo.validation import attempts, checks
 from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -77,7 +77,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
             learner.load_for("score")
             scored, group_N, row = source.read(learner, run, number)
         with metrics.phase("advantage"):
-            batch = estimate(scored, config.algorithm, group_N, own.advantage, learner.usual_deviation)
+            batch = advantages(learner, scored, group_N, own.advantage)
         with metrics.phase("update"):
             learner.load_for("update")
             hold = not has_signal(batch, config.algorithm, group_N, own.advantage)

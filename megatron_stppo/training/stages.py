@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_stppo.algorithm.own import OwnLoss
+from megatron_stppo.algorithm.own import OwnAdvantage, OwnLoss
 from megatron_stppo.algorithm.rate import capped_kl
 from megatron_stppo.base.types import (
     Batch,
@@ -32,6 +32,7 @@ from megatron_stppo.model.routing_replay import Record, recording, routed_layers
 from megatron_stppo.observe.describe import current_mismatch, mean_of
 from megatron_stppo.observe.run_files import write_steps
 from megatron_stppo.parallel.collectives import any_rank
+from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.training.update.critic_step import critic_step
 from megatron_stppo.training.update.ratios import Ratios, StepRatios
@@ -133,6 +134,13 @@ def _routes(learner: Learner, record: Record, batch: DividedBatch) -> Tensor:
     own = rows_of(batch, given[mesh.data_rank])
     dealt = deal(routes_P[own], batch, given, wanted, mesh.data_group)
     return torch.zeros_like(routes_P).index_copy(0, rows_of(batch, wanted[mesh.data_rank]), dealt)
+
+
+def advantages(
+    learner: Learner, batch: ScoredBatch, group_N: Tensor, own: OwnAdvantage | None = None
+) -> EstimatedBatch:
+    """Return `estimate` of the batch, with the usual deviation that the learner remembers."""
+    return estimate(batch, learner.config.algorithm, group_N, own, learner.usual_deviation)
 
 
 def update(

@@ -47,6 +47,20 @@ def test_a_reward_counts_for_its_turn_and_earlier_ones() -> None:
     assert advantages(played, advantage="group_turn") == pytest.approx([1, 0, 0, -1, 0, 0])
 
 
+def test_an_episode_that_ends_early_is_compared_by_its_return_with_those_that_go_on() -> None:
+    """Rewards (1/2, 1), (1/2), (0, 0), with gamma 1.
+
+    Returns at the first turn: 3/2, 1/2, 0, of mean 2/3 and variance 7/18. At the second: 1, 0. By its first
+    reward alone the second episode would be as good as the first.
+    """
+    played = [
+        Trajectory(TASK, PROMPT, tuple(map(turn, rewards)), "ok") for rewards in ((0.5, 1), (0.5,), (0, 0))
+    ]
+    deviation = (7 / 18) ** 0.5
+    expected = [5 / 6 / deviation, 1, -1 / 6 / deviation, -2 / 3 / deviation, -1]
+    assert advantages(played, advantage="group_turn") == pytest.approx(expected, abs=1e-6)
+
+
 def test_rewards_at_another_time_are_a_signal_for_turns_only() -> None:
     played = [Trajectory(TASK, PROMPT, (turn(1.0 - r), turn(r)), "ok") for r in (0.0, 1.0)]
     assert not any(advantages(played, advantage="group"))

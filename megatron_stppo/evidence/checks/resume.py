@@ -29,10 +29,9 @@ from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every
 from megatron_stppo.evidence.checks.rewards import rewarded
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.model.optimizer import Trainer, trained
-from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.colocated import Worker, engine_sync
 from megatron_stppo.training.loop import Checkpoints
-from megatron_stppo.training.stages import distribute, score, update
+from megatron_stppo.training.stages import advantages, distribute, score, update
 
 RESUME = "resume is exact"
 NEAR = 0.25  # norm of the difference on a GPU, relative to that of the change by the update
@@ -148,13 +147,13 @@ def _iterate(stage: Stage, played: Played | None = None) -> Iterated:
     """Run an iteration of the loop with rewards that differ. played: episodes to use in place of those that
     are drawn."""
     rollouts, iteration, own = stage.rollouts, stage.version, stage.own
-    learner, algorithm = stage.learner, stage.config.algorithm
+    learner = stage.learner
     drawn = rollouts.draw(iteration) if isinstance(rollouts, Worker) else stage.played
     used = drawn if played is None else played
     used = rewarded(used, _rewards(used, iteration))
     rollouts.load_for("score")
     scored = score(learner, distribute(learner, used, iteration))
-    batch = estimate(scored, algorithm, groups_of(used.every), own.advantage, learner.usual_deviation)
+    batch = advantages(learner, scored, groups_of(used.every), own.advantage)
     rollouts.load_for("update")
     row, _, _ = update(learner, batch, iteration, own=own.loss)
     rollouts.load_for("checkpoint")

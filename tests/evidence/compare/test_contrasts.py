@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from megatron_stppo.config import file
 from megatron_stppo.evidence.compare import results
 from megatron_stppo.evidence.compare.contrasts import (
-    Contrast,
     contrasts,
     holm,
     mean_interval,
@@ -23,26 +26,22 @@ from megatron_stppo.evidence.compare.contrasts import (
 )
 from megatron_stppo.evidence.compare.grid import Cell, Grid, load
 from megatron_stppo.evidence.compare.results import Result
+from tests.documented import NAME, rows
 
-STUDY = Path(__file__).parents[3] / "docs" / "study"
-# The differences and adjusted p values that were published before `compare` existed.
-PUBLISHED = {
-    "search": {
-        "s_ppo - ppo, five rates": (0.251, 0.086, 0.004),
-        "st_ppo - turn_ppo, five rates": (0.273, 0.049, 0.001),
-        "s_ppo - open_loop, five rates": (-0.028, 0.101, 0.490),
-        "s_ppo - kl_low, five rates": (-0.165, 0.123, 0.021),
-        "paper - st_ppo, five rates": (-0.272, 0.116, 0.006),
-        "s_ppo - ppo, lags 4 and 8, old_policy behaviour": (0.033, 0.013, 0.012),
-        "kl_low - ppo, old policy computed anew": (0.157, 0.057, 0.006),
-    },
-    "sums": {
-        "st_ppo - s_ppo, 3e-4": (-0.516, 0.131, 0.002),
-        "st_ppo - s_ppo, 6e-4": (-0.478, 0.078, 0.001),
-        "st_ppo_0.006 - s_ppo, 6e-4": (0.117, 0.039, 0.007),
-        "s_ppo_0.035 - s_ppo, 3e-4": (0.019, 0.010, 0.019),
-    },
+ROOT = Path(__file__).parents[3]
+STUDY = ROOT / "docs" / "study"
+GRIDS = ("search", "sums")
+KNOWN = results.read(STUDY)
+RATES = {"rate_1.5": 1, "rate_3": 2, "rate_6": 2, "rate_12": 2, "rate_24": 1}  # weights, by trapezoids
+# tasks of the study's table of results: the grid, and what its contrasts are over
+OVER = {
+    "search, five rates": ("search", "five rates"),
+    "search, lags 4 and 8": ("search", "lags 4 and 8, old_policy behaviour"),
+    "search, lag 8": ("search", "old policy computed anew"),
+    "sums, 3e-4": ("sums", "3e-4"),
+    "sums, 6e-4": ("sums", "6e-4"),
 }
+TRUNCATED = "ppo@again_8_truncate - ppo@again_8"
 
 
 def grid(**fields: object) -> Grid:
@@ -107,18 +106,125 @@ def test_the_page_has_every_contrast_and_mean_and_no_markup_of_the_grid(tmp_path
     assert "<td>a</td><td>0.750 ± 1.906 (2)</td>" in page, "0.6 and 0.9: 12.706 * 0.15 = 1.906"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_study_has_the_published_differences(name: str) -> None:
-    given = load(STUDY / f"{name}.yaml")
-    known = results.read(STUDY)
-    assert all(cell in known for cell in given.cells())
-    shown: dict[str, Contrast] = {one.label: one for one in contrasts(given, known)}
-    for label, (middle, half, p) in PUBLISHED[name].items():
-        assert shown[label].effect == pytest.approx((middle, half), abs=6e-4), label
-        assert max(shown[label].p, 0.001) == pytest.approx(p, abs=6e-4), label
+def test_every_row_of_the_studys_results_is_a_declared_contrast_of_its_cells() -> None:
+    grids = {name: load(STUDY / f"{name}.yaml") for name in GRIDS}
+    assert all(cell in KNOWN for given in grids.values() for cell in given.cells())
+    every = {(name, of.label): of for name in GRIDS for of in contrasts(grids[name], KNOWN)}
+    table = [cells for cells in rows("study.md") if len(cells) == 6 and cells[1] in OVER]
+    assert len(table) == 16
+    for _, task, pair, difference, p, _ in table:
+        name, over = OVER[task]
+        label = TRUNCATED if "truncate" in pair else f"{' - '.join(NAME.findall(pair)[:2])}, {over}"
+        of = every[name, label]
+        digits = 3 if of.p < 0.1 else 2
+        assert p.split(",")[0] == ("< 0.001" if of.p < 0.001 else f"{of.p:.{digits}f}"), label
+        assert difference == shown(list(of.differences.values())), label
+        assert of.family.post_hoc == ("post hoc" in p), label
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, "smollm2"])
+def shown(values: Sequence[float], digits: int = 2) -> str:
+    """Return the mean, and half of its interval, as the pages write them."""
+    middle, half = mean_interval(values)
+    return f"{middle:+z.{digits}f} ± {half:.{digits}f}"
+
+
+def real(metric: str) -> dict[Cell, dict[int, float]]:
+    """Return a metric of the real model's cells by iteration, from the starting model of the longest run."""
+    with (STUDY / "smollm2_h200.csv").open(encoding="utf-8") as file:
+        played = [row for row in csv.DictReader(file) if row[metric]]
+    cells: dict[tuple[Cell, str], dict[int, float]] = {}
+    for row in played:
+        place = Cell(row["arm"], row["setting"], int(row["seed"])), row["cold_start"]
+        cells.setdefault(place, {})[int(row["iteration"])] = float(row[metric])
+    return {cell: values for (cell, _), values in cells.items() if max(values) >= 36}
+
+
+HELD_OUT = real("evaluate/exact_match")
+OUTCOMES = {cell: of.outcome for cell, of in KNOWN.items()}
+OUTCOMES |= {cell: fmean(x for n, x in of.items() if n > 20) for cell, of in HELD_OUT.items()}
+# Sentences of a page, with [arm@setting], a mean, and [left - right], a difference, in place of the numbers
+PLACE = re.compile(r"\[(\S+@\w[\w.]*)(?: - (\S+@\w[\w.]*))?(, 3 digits)?(, 12 seeds)?\]")
+STATED = [
+    "study: `st_ppo` [st_ppo@harsh_2], `s_ppo` [s_ppo@harsh_2], `so_grpo` [so_grpo@harsh_2]; without",
+    "study: `turn_ppo` [turn_ppo@harsh_2_half], `ppo` [ppo@harsh_2_half], `grpo` [grpo@harsh_2_half], which",
+    "study: which is [grpo@harsh_2_half - so_grpo@harsh_2, 3 digits] above `so_grpo`",
+    "study: `st_ppo` at 6e-4 is [turn_ppo@rate_3 - st_ppo@rate_6] ([turn_ppo@rate_3], [st_ppo@rate_6]; "
+    "[turn_ppo@rate_6] without either), `ppo` - `s_ppo` [ppo@rate_3 - s_ppo@rate_6].",
+    "study: `grpo` [st_ppo@harsh_2 - grpo@harsh_2], `st_ppo` - `so_grpo` [st_ppo@harsh_2 - so_grpo@harsh_2].",
+    "study: one epoch): [st_ppo@gentle - grpo@gentle], [st_ppo@gentle - so_grpo@gentle]; the correction",
+    "study: nothing there ([st_ppo@gentle - turn_ppo@gentle], [s_ppo@gentle - ppo@gentle]).",
+    "study: [st_ppo@rates - s_ppo@rates] over five rates (not declared), [st_ppo@harsh_2 - s_ppo@harsh_2] in",
+    "study: at lag 4 is [st_ppo_0.006@sums_3_lag_4 - s_ppo@sums_3_lag_4] at 3e-4",
+    "study: at 3e-4 and [st_ppo_0.006@sums_6_lag_4 - s_ppo@sums_6_lag_4] at 6e-4.",
+    "study: lag 4 - lag 0 is [kl@sums_6_lag_4 - kl@sums_6_lag_0] with `kl`",
+    "study: [st_ppo@sums_6_lag_4 - st_ppo@sums_6_lag_0] with `st_ppo`",
+    "study: [kl_low@sums_6_lag_4 - kl_low@sums_6_lag_0] with `kl_low`.",
+    "study: no correction ([paper@rates - turn_ppo@rates, 3 digits] over five rates",
+    "study: [st_ppo_paper@harsh_2 - turn_ppo@harsh_2] in the first grid)",
+    "study: worse than `st_ppo` ([paper@rates - st_ppo@rates]).",
+    "study: with short turns: [s_ppo@rates - open_loop@rates] over five rates",
+    "study: [s_ppo@rate_6 - open_loop@rate_6, 3 digits, 12 seeds] at 6e-4 (12 seeds, two machines)",
+    "study: has [st_ppo_strength_1@harsh_2], [st_ppo_strength_3@harsh_2], [st_ppo@harsh_2], "
+    "[st_ppo_strength_30@harsh_2] with strength 1, 3, 10, 30; [st_ppo_on_gradient@harsh_2] applied to the "
+    "gradient; [st_ppo_floor_0@harsh_2] without",
+    "study: **`kl` - `ppo`** is [kl@rate_100 - ppo@rate_100], **`st_ppo` - `kl`** "
+    "[st_ppo@rate_100 - kl@rate_100] (not declared)",
+    "study: `kl`, a primary contrast, is [st_ppo_kl@rate_100 - kl@rate_100]",
+    "study: interval of all, [st_ppo@rate_100 - ppo@rate_100] (p",
+    "algorithms: from [kl_low@rate_1.5] to [kl_low@rate_24] with `kl`, [st_ppo@rate_1.5] to "
+    "[st_ppo@rate_24] with",
+    "algorithms: for every turn), [ppo@rate_1.5] to [ppo@rate_24] with `ppo`",
+    "algorithms: at [st_ppo@sums_3_lag_0] and with 0.006, about 0.2 / 32, at [st_ppo_0.006@sums_3_lag_0];",
+    "algorithms: 0.006 gave [turn_ppo_0.006@sums_3_lag_0]. With a ratio per token, `s_ppo` ended at "
+    "[s_ppo@sums_3_lag_0], with 0.035 at [s_ppo_0.035@sums_3_lag_0], and `ppo` at [ppo@sums_3_lag_0]",
+    "README: [ppo@rate_100], [st_ppo@rate_100], [kl@rate_100]; [ppo@rate_10] |",
+    "README: | [st_ppo@rate_6]; [turn_ppo@rate_6]; [turn_ppo@rate_3] |",
+    "README: | [st_ppo@rates - turn_ppo@rates]; [s_ppo@rates - open_loop@rates] |",
+]
+
+
+def outcomes(side: str) -> dict[int, float]:
+    """Return the weighted mean of the side's settings by seed, of seeds for which it has all."""
+    arm, setting = side.split("@")
+    weights = RATES if setting == "rates" else {setting: 1}
+    cells = {seed: {of: Cell(arm, of, seed) for of in weights} for seed in range(17)}
+    return {
+        seed: sum(weights[name] * OUTCOMES[cell] for name, cell in of.items()) / sum(weights.values())
+        for seed, of in cells.items()
+        if all(cell in OUTCOMES for cell in of.values())
+    }
+
+
+def number(place: re.Match[str]) -> str:
+    left, right, digits, more = place.groups()
+    seeds = [seed for seed in outcomes(left) if seed < (17 if more else 10)]
+    if right is None:
+        return f"{fmean(outcomes(left)[seed] for seed in seeds):.2f}"
+    return shown([outcomes(left)[n] - outcomes(right)[n] for n in seeds], 3 if digits else 2)
+
+
+@pytest.mark.parametrize("sentence", STATED)
+def test_the_pages_state_what_the_cells_of_the_study_say(sentence: str) -> None:
+    name, text = PLACE.sub(number, sentence).split(": ", 1)
+    page = ROOT / ("README.md" if name == "README" else f"docs/{name}.md")
+    assert text in " ".join(page.read_text(encoding="utf-8").split())
+
+
+def test_the_table_of_the_real_model_is_that_of_its_iterations() -> None:
+    rewards, table = real("reward/mean"), [cells for cells in rows("study.md") if len(cells) == 5][2:]
+    for (_, *written), arm in zip(table, ("ppo", "st_ppo", "kl", "st_ppo_kl"), strict=True):
+        cells = [Cell(arm, "rate_100", seed) for seed in range(3)]
+        low = [min(x for n, x in HELD_OUT[cell].items() if n >= 12) for cell in cells]
+        falls = [a - b >= 0.2 for cell in cells for a, b in itertools.pairwise(rewards[cell].values())]
+        assert [cell.replace(" *", "").strip("*") for cell in written] == [
+            ", ".join(f"{OUTCOMES[cell]:.3f}" for cell in cells),
+            f"{fmean(OUTCOMES[cell] for cell in cells):.3f}",
+            ", ".join(f"{value:.2f}" for value in low),
+            str(sum(falls)),
+        ], arm
+
+
+@pytest.mark.parametrize("name", [*GRIDS, "smollm2"])
 def test_every_cell_of_the_study_has_a_configuration_that_loads(name: str) -> None:
     given = load(STUDY / f"{name}.yaml")
     for arm, setting in itertools.product(given.arms, given.settings):

@@ -18,7 +18,8 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
 
     The steps of the second iteration are skipped because of a NaN in a gradient, those of the third are held.
     A checkpoint is saved after it. The deviation before whitening is 0.1 more than the iteration's number.
-    Asserts that both ends have bitwise the same weights.
+    Asserts that both ends have bitwise the same weights, and that advantages are whitened by the deviation of
+    the iterations before the resumption.
     """
     process.prepare(engine=False)
     import torch
@@ -27,7 +28,8 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
     from megatron_stppo.config import Config
     from megatron_stppo.model.learner import build_learner
     from megatron_stppo.parallel import groups
-    from megatron_stppo.training.stages import update
+    from megatron_stppo.training.advantage import estimate
+    from megatron_stppo.training.stages import advantages, update
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     torch.set_num_threads(1)
@@ -63,6 +65,13 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
     expected = [p.detach().clone() for chunk in learner.actor.chunks for p in chunk.parameters()]
     again = build_learner(config, shape, mesh, torch.float32)
     saver.load(again.trainers)
+    scored = estimated(again, 3)
+    reward_T, group_N = torch.zeros_like(scored.reward_T), torch.zeros(len(scored.live_N))
+    reward_T[0] = 1e-3  # with values of 0 the deviation is far below the usual 0.1
+    scored = replace(scored, reward_T=reward_T, value_T=torch.zeros_like(reward_T))
+    largest = advantages(again, scored, group_N).advantage_T.abs().max()
+    alone = estimate(scored, config.algorithm, group_N).advantage_T.abs().max()
+    assert largest < 0.1 < alone, "a failure is not scaled up"
     iterate(again, 3)
     found = [p for chunk in again.actor.chunks for p in chunk.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
