@@ -26,13 +26,13 @@ ALLOWED = {
     "megatron_stppo/agents/endpoint/environment.py": "the encoding of the locale",  # of a session, not a file
     "megatron_stppo/agents/packages/command.py": "a computed import",  # of environment.command's module
     "megatron_stppo/config/user_code.py": "a computed import",
-    "megatron_stppo/environments/bfcl_tools.py": "a computed import",  # of the eight modules that it lists
     "megatron_stppo/environments/choose.py": "a computed import",
     "megatron_stppo/cluster/launch/doctor.py": "a computed import",
     "megatron_stppo/model/layers.py": "a computed import",  # of a class that a family of the package names
     "megatron_stppo/ops/products.py": "a computed import",  # of the kernel of apex, by a constant
     "megatron_stppo/rollout/vllm/vllm_setup.py": "a computed import",  # of a module that a family names
     "megatron_stppo/weights/sharding/hf_names.py": "a computed import",  # of the modules of families/
+    "examples/bfcl/bfcl_tools.py": "a computed import",  # of the eight modules that it lists
     "examples/agents/repair/runner.py": "a computed import",  # of the code of the policy, in a sandbox
     "tools/cuda_environment/packages.py": "a computed import",
     "tools/gpu_checks/__main__.py": "a computed import",  # of the modules beside it

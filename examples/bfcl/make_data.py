@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bfcl import KIND
+from bfcl_tools import SimulatedApis, data_folder, load
+
 from megatron_stppo.config import ConfigError
-from megatron_stppo.environments.bfcl import KIND
-from megatron_stppo.environments.bfcl_tools import SimulatedApis, data_folder, load
 
 VARIANTS = ("base", "miss_func", "miss_param", "long_context")
 SCENARIOS, BLOCK = 200, 50  # of every variant; a block has one main API: files, vehicle, trading, travel

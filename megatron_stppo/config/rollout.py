@@ -41,7 +41,7 @@ class EnvironmentConfig(Section):
     kind: str = Field(
         "search",
         min_length=1,
-        description="search, reasoning_gym, bfcl, agent, or MODULE:FACTORY, in the folder of the "
+        description="search, reasoning_gym, agent, or MODULE:FACTORY, in the folder of the "
         "configuration file or on PYTHONPATH",
     )
     reward: str | None = Field(
@@ -77,12 +77,7 @@ class EnvironmentConfig(Section):
     max_turns: int = Field(
         4,
         ge=1,
-        description="turns per episode; search: one more, which must answer; bfcl: replies of the policy; "
-        "agent: completions",
-    )
-    turn_rewards: bool = Field(
-        False,
-        description="bfcl: an equal share of 1 for each passed turn of the user; false: 1 if all pass",
+        description="turns per episode; search: one more, which must answer; agent: completions",
     )
     max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")
     after_end: Literal["message", "text"] = Field(

@@ -11,17 +11,16 @@ from contextlib import suppress
 from megatron_stppo.base import interfaces
 from megatron_stppo.config import ConfigError, EnvironmentConfig, user_code
 from megatron_stppo.config.user_code import FOUND
-from megatron_stppo.environments import bfcl, reasoning_gym, rewarded, search
+from megatron_stppo.environments import reasoning_gym, rewarded, search
 from megatron_stppo.environments.base import Environment, ToolAway
 
 AGENT = "agent"  # its environment needs the engine's process: agents/endpoint/opening.py
 BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = {
     "search": search.factory,
     reasoning_gym.KIND: reasoning_gym.factory,
-    bfcl.KIND: bfcl.factory,
 }
 # environments that play only rows of their own, and what writes these
-OWN_ROWS = {reasoning_gym.KIND: reasoning_gym.WRITER, bfcl.KIND: bfcl.WRITER}
+OWN_ROWS = {reasoning_gym.KIND: reasoning_gym.WRITER}
 REMEDY = f"give {', '.join(BUILT_IN)}, {AGENT}, or MODULE:FACTORY, {FOUND}"
 
 
@@ -62,9 +61,9 @@ def check(config: EnvironmentConfig, resume: bool = False) -> None:
     """Raise ConfigError for an environment that cannot work, before torch and megatron are set up.
 
     For the search environment, check that the retriever is reachable and not empty. With `resume` it need not
-    be reachable yet, because the run waits for it. For reasoning_gym and bfcl, check that the package is
-    installed. For a user's module, check only that its file exists: the module may import torch, so it is not
-    imported here.
+    be reachable yet, because the run waits for it. For reasoning_gym, check that the package is installed.
+    For a user's module, check only that its file exists: the module may import torch, so it is not imported
+    here.
     """
     if config.reward is not None:
         user_code.named(f"environment.reward={config.reward}", config.reward, config.modules, "reward")

@@ -7,8 +7,6 @@ import copy
 import decimal
 import json
 import re
-import runpy
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -22,35 +20,37 @@ import yaml
 from megatron_stppo.base.types import Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.data import tasks
-from megatron_stppo.environments import bfcl, bfcl_tools, choose
+from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
 from tests.environments.playing import played
 from tests.training.loop import small_run
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "bfcl"))
+import bfcl
+import bfcl_tools
+import make_data
+
+del sys.path[0]
+
 pytest.importorskip("bfcl_eval", reason="needs megatron-stppo[bfcl]")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "bfcl" / "make_data.py"
-SECTION = EnvironmentConfig(kind="bfcl", max_turns=100)
-DENSE = SECTION.model_copy(update={"turn_rewards": True})
+EXAMPLE = Path(bfcl.__file__).parent
+SECTION, DENSE = (
+    EnvironmentConfig(kind=f"bfcl:{name}", max_turns=100).beside(EXAMPLE)
+    for name in ("factory", "turn_rewards")
+)
 Row = dict[str, Any]
-task_rows = runpy.run_path(str(EXAMPLE))["task_rows"]
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
     """All 800 rows, by the benchmark's names."""
-    both = [row for split in ("train", "evaluate") for row in task_rows(split)]
+    both = [row for split in ("train", "evaluate") for row in make_data.task_rows(split)]
     return {row["reward_model"]["ground_truth"]: row for row in both}
 
 
 @pytest.fixture(scope="module")
 def apis() -> bfcl_tools.SimulatedApis:
     return bfcl_tools.load()
-
-
-def written(folder: Path, *given: Row) -> tuple[Task, ...]:
-    path = folder / "tasks.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in given))
-    return tasks.read(path)
 
 
 def task(row: Row) -> Task:
@@ -87,8 +87,8 @@ def observed(row: Row, *calls: Row) -> list[str]:
     ]
 
 
-def test_the_ground_truth_has_reward_1_on_all_tasks_after_a_round_trip_through_a_file(
-    rows: dict[str, Row], apis: bfcl_tools.SimulatedApis, tmp_path: Path
+def test_the_ground_truth_has_reward_1_on_all_tasks_that_the_example_writes(
+    apis: bfcl_tools.SimulatedApis, tmp_path: Path
 ) -> None:
     async def total(each: Task) -> tuple[float, float, str | None]:
         dense, plain = (bfcl.BfclEnvironment(apis, 100, turn_rewards) for turn_rewards in (True, False))
@@ -103,8 +103,9 @@ def test_the_ground_truth_has_reward_1_on_all_tasks_after_a_round_trip_through_a
     async def all_of(given: Sequence[Task]) -> Counter[tuple[float, float, str | None]]:
         return Counter([await total(each) for each in given])
 
-    given = written(tmp_path, *rows.values())
-    assert asyncio.run(all_of(given)) == {(1.0, 1.0, "ok"): 800}
+    make_data.main(tmp_path)
+    given = [tasks.read(tmp_path / f"{split}.jsonl") for split in ("train", "evaluate")]
+    assert [asyncio.run(all_of(split)) for split in given] == [{(1.0, 1.0, "ok"): n} for n in (640, 160)]
 
 
 def test_each_kind_of_mistake_has_reward_0(rows: dict[str, Row]) -> None:
@@ -313,10 +314,10 @@ def test_arguments_of_the_data_are_not_changed_by_an_episode(rows: dict[str, Row
 
 
 def test_a_scenario_is_in_one_split_with_all_its_variants(rows: dict[str, Row]) -> None:
-    held_out = Counter(row["extra_info"]["index"] % 200 for row in task_rows("evaluate"))
+    held_out = Counter(row["extra_info"]["index"] % 200 for row in make_data.task_rows("evaluate"))
     assert set(held_out.values()) == {4} and len(held_out) == 40
     assert Counter(scenario // 50 for scenario in held_out) == {0: 10, 1: 10, 2: 10, 3: 10}
-    train = {row["extra_info"]["index"] % 200 for row in task_rows("train")}
+    train = {row["extra_info"]["index"] % 200 for row in make_data.task_rows("train")}
     assert train == set(range(200)) - set(held_out)
     assert sorted(row["extra_info"]["index"] for row in rows.values()) == list(range(800))
 
@@ -330,18 +331,13 @@ def test_a_row_of_other_data_names_what_is_missing() -> None:
 def test_without_the_package_one_line_has_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bfcl_eval", None)
     with pytest.raises(ConfigError, match=r"; pip install --no-deps bfcl-eval==2026.3.23 mpmath$"):
-        choose.check(SECTION)
-
-
-def test_the_example_writes_its_data(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLE), str(tmp_path)]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.count("\n") == 2
-    assert len(tasks.read(tmp_path / "train.jsonl")) == 640
-    assert len(tasks.read(tmp_path / "evaluate.jsonl")) == 160
+        choose.factory(SECTION)
 
 
 @pytest.mark.long
-def test_a_tiny_model_trains_for_an_iteration(tmp_path: Path, rows: dict[str, Row]) -> None:
+def test_a_tiny_model_trains_for_an_iteration(
+    tmp_path: Path, rows: dict[str, Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A random model makes no calls. So turns that cannot be done pass, and all others do not."""
     config = yaml.safe_load(small_run.write(tmp_path).read_text())
     short = [copy.deepcopy(rows[f"multi_turn_base_{number}"]) for number in range(4)]
@@ -351,11 +347,12 @@ def test_a_tiny_model_trains_for_an_iteration(tmp_path: Path, rows: dict[str, Ro
         given[0] |= {"calls": []}
         given[1] |= {"user": "And now?", "calls": given[1]["calls"] if number % 2 else []}
         row["extra_info"]["bfcl"]["turns"] = given
-    written(tmp_path, *short)
-    config["environment"] = {"kind": "bfcl", "max_turns": 4, "max_observation_tokens": 24}
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
+    config["environment"] = {"kind": "bfcl:factory", "max_turns": 4, "max_observation_tokens": 24}
     config["data"].pop("evaluate")
     config["run"] |= {"iterations": 1, "checkpoint_every": 1}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.setitem(small_run.ENVIRONMENT, "PYTHONPATH", f"{small_run.ROOT}:{EXAMPLE}")
     done = small_run.run("train", tmp_path / "config.yaml")
     assert done.returncode == 0, done.stderr[-3000:]
     path = tmp_path / "runs" / "small" / "trajectories" / "iteration-00001.jsonl"

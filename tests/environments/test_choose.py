@@ -45,7 +45,7 @@ def test_a_user_environment_is_created_from_its_section(own, kind):
 )
 def test_an_environment_that_cannot_be_imported_gives_a_one_line_error(own, kind):
     with pytest.raises(
-        ConfigError, match=rf"environment\.kind={kind}: .*; give search, reasoning_gym, bfcl, agent, or M"
+        ConfigError, match=rf"environment\.kind={kind}: .*; give search, reasoning_gym, agent, or M"
     ):
         choose.factory(EnvironmentConfig(kind=kind))
 

@@ -175,19 +175,12 @@ def test_given_turns_are_played_in_one_episode_and_shown(check: Check) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("kind", "writer"),
-    [
-        ("bfcl", "examples/bfcl/make_data.py"),
-        ("reasoning_gym", "environments.reasoning_gym.task_rows"),
-    ],
-)
-def test_an_environment_with_rows_of_its_own_needs_them(kind: str, writer: str) -> None:
-    section = EnvironmentConfig(kind=kind)
+def test_an_environment_with_rows_of_its_own_needs_them() -> None:
+    section = EnvironmentConfig(kind="reasoning_gym")
     for found in (check_environment.check(section), check_environment.play(section, (), ["a"], print)):
         assert found.problems == [
-            f"environment.kind={kind}: plays only rows that {writer} has written; give a CONFIG.yaml with "
-            "such a data.train"
+            "environment.kind=reasoning_gym: plays only rows that environments.reasoning_gym.task_rows has "
+            "written; give a CONFIG.yaml with such a data.train"
         ]
 
 
@@ -227,7 +220,7 @@ def test_every_task_is_played_with_its_own_answer(check: Check, tmp_path: Path) 
         ("text", "Text: stop_strings '</answer>'; give a tuple"),
         ("needs", "making an episode's environment: raised TypeError: "),
         ("fails", "FileNotFoundError: board.json"),
-        ("absent", "has no attribute 'absent'; give search, reasoning_gym, bfcl, agent, or M"),
+        ("absent", "has no attribute 'absent'; give search, reasoning_gym, agent, or M"),
     ],
 )
 def test_a_defect_of_an_environment_gives_one_line_and_exit_code_2(

@@ -86,7 +86,7 @@ def package() -> ModuleType:
         return importlib.import_module("bfcl_eval")  # optional
     except ImportError as error:
         raise ConfigError(
-            f"environment.kind=bfcl: the package bfcl-eval cannot be imported ({error}); "
+            f"examples/bfcl: the package bfcl-eval cannot be imported ({error}); "
             "pip install --no-deps bfcl-eval==2026.3.23 mpmath"
         ) from None
 

@@ -1,7 +1,7 @@
-"""The multi-turn tasks of the Berkeley Function-Calling Leaderboard: `environment.kind: bfcl`.
+"""The environment: the multi-turn tasks of the Berkeley Function-Calling Leaderboard.
 
-Tasks, simulated APIs and ground truth are those of the package bfcl-eval, an optional extra; WRITER writes
-the rows of a data file. The policy reads the functions and a user's message, and writes calls in Hermes's
+Tasks, simulated APIs and ground truth are those of the package bfcl-eval; make_data.py writes the rows of
+a data file. The policy reads the functions and a user's message, and writes calls in Hermes's
 form, <tool_call>{"name": .., "arguments": {..}}</tool_call>. A reply without a call ends the user's turn.
 
 The turn passes as in the benchmark's checker (bfcl_eval 2026.3.23, multi_turn_checker): the public attributes
@@ -18,17 +18,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bfcl_tools import SimulatedApis, Simulation, ToolCall, load, read_calls
+
 from megatron_stppo.base.types import Message, Outcome, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.answers import MAX_ACTION
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.environments.bfcl_tools import (
-    SimulatedApis,
-    Simulation,
-    ToolCall,
-    load,
-    read_calls,
-)
 
 KIND, WRITER = "bfcl", "examples/bfcl/make_data.py"
 MAX_STEPS = 20  # replies with calls in one turn of the user, as in the benchmark
@@ -129,10 +124,14 @@ class BfclEnvironment:
         return StepResult("", reward, True, valid, calls, outcome, detail, metrics=metrics)
 
 
-def factory(config: EnvironmentConfig) -> Callable[[], BfclEnvironment]:
+def factory(section: EnvironmentConfig, turn_rewards: bool = False) -> Callable[[], BfclEnvironment]:
     """Return a function that makes one environment per episode.
 
     Raises ConfigError if the package is not installed.
     """
     apis = load()
-    return lambda: BfclEnvironment(apis, config.max_turns, config.turn_rewards)
+    return lambda: BfclEnvironment(apis, section.max_turns, turn_rewards)
+
+
+def turn_rewards(section: EnvironmentConfig) -> Callable[[], BfclEnvironment]:
+    return factory(section, turn_rewards=True)
