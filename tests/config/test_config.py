@@ -292,9 +292,11 @@ def test_a_preset_that_is_gone_is_given_as_fields_or_named_as_gone(name: str, tm
 def test_the_configuration_of_an_older_run_may_have_a_field_that_is_gone_if_it_changed_nothing(
     tmp_path: Path,
 ) -> None:
-    load(minimal(tmp_path), ["algorithm.momentum=keep"])
+    load(minimal(tmp_path), ["algorithm.momentum=keep", "environment.turn_rewards=false"])
     with pytest.raises(ConfigError, match=r"algorithm\.momentum='reset': no such field"):
         load(minimal(tmp_path), ["algorithm.momentum=reset"])
+    with pytest.raises(ConfigError, match=r"^environment: turn_rewards=true is gone; give "):
+        load(minimal(tmp_path), ["environment.turn_rewards=true"])
 
 
 def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> None:
