@@ -20,6 +20,7 @@ from megatron_stppo.data import tasks
 from megatron_stppo.evidence.bench.stage import TASKS, Checked, Stage, small
 from megatron_stppo.evidence.checks.adamw import adam
 from megatron_stppo.evidence.checks.arrival import arrival
+from megatron_stppo.evidence.checks.asked import asked
 from megatron_stppo.evidence.checks.fair import fair
 from megatron_stppo.evidence.checks.first_ratio import first_ratio
 from megatron_stppo.evidence.checks.gradient import gradient
@@ -37,6 +38,7 @@ CHECKS: tuple[Check, ...] = (
     exact,
     landing,
     fair,
+    asked,
     first_ratio,
     gradient,
     adam,
