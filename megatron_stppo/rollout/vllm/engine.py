@@ -190,18 +190,18 @@ class Engine:
     @contextmanager
     def heard(self, hear: Callable[[SamplingParams, bool], object]) -> Iterator[None]:
         """Context in which `hear` gets what vLLM is asked for, and whether it uses the adapters."""
-        ask = self._core.add_request
+        core, ask = self._core, self._core.add_request
 
         def both(request: EngineCoreRequest) -> None:
             assert request.sampling_params is not None, "Requests.begin sets them"
             hear(request.sampling_params, request.lora_request is not None)
             ask(request)
 
-        self._core.add_request = both
+        core.add_request = both
         try:
             yield
         finally:
-            self._core.add_request = ask
+            del core.add_request
 
     def step(self) -> list[Finished]:
         """Run one forward pass, which adds a token to the running sequences.

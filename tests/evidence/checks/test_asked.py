@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from megatron_stppo.data.tasks import read
 from megatron_stppo.evidence.bench.stage import Stage
-from megatron_stppo.evidence.checks import asked as module
 from megatron_stppo.evidence.checks.asked import asked, ended
 from megatron_stppo.rollout.episodes import play
 from megatron_stppo.rollout.vllm.requests import Requests
@@ -16,16 +16,18 @@ from megatron_stppo.training import colocated, rollouts
 from tests.evidence.checks import staged
 from tests.ranks import run_ranks
 
+OVERRIDES = (
+    "rollout.top_p=0.9",
+    "evaluate.temperature=0",
+    "data.evaluate=evaluate.jsonl",
+    "environment.max_turns=2",
+)
 
-def one_seed_for_all(mp: pytest.MonkeyPatch) -> None:
-    mp.setattr(play, "request_seed", lambda seed, place, turn: 7)
+OF_RANKS = "the same seeds on each rank"
 
 
-def one_seed_for_all_iterations(mp: pytest.MonkeyPatch) -> None:
-    mp.setattr(colocated, "seed_of", lambda run, iteration: run.seed)
-
-
-def _changed(mp: pytest.MonkeyPatch, **fields: Any) -> None:
+def _requested(**fields: Any) -> staged.Patch:
+    """Return a plant that changes sampling parameters of each request."""
     real = Requests.begin
 
     def begin(self: Requests, *given: Any, **sampling: Any) -> Any:
@@ -34,73 +36,72 @@ def _changed(mp: pytest.MonkeyPatch, **fields: Any) -> None:
             setattr(request.sampling_params, name, value)
         return request
 
-    mp.setattr(Requests, "begin", begin)
+    return lambda mp: mp.setattr(Requests, "begin", begin)
 
 
-def top_p_ignored(mp: pytest.MonkeyPatch) -> None:
-    _changed(mp, top_p=1.0)
+def _set(module: Any, name: str, planted: Any) -> staged.Patch:
+    return lambda mp: mp.setattr(module, name, planted)
 
 
-def top_k_of_the_model(mp: pytest.MonkeyPatch) -> None:
-    _changed(mp, top_k=20)
-
-
-def evaluated_at_the_training_temperature(mp: pytest.MonkeyPatch) -> None:
-    real = rollouts.rollout_settings
-    mp.setattr(rollouts, "rollout_settings", lambda config, temperature=None: real(config))
-
-
-def held_out_tasks_trained_on(mp: pytest.MonkeyPatch) -> None:
-    real = colocated.Worker.draw
-
-    def draw(self: Any, iteration: int) -> Any:
-        config = self.learner.config
-        held_out = module.fitting_tasks(config, "evaluate", shown=False).tasks
-        own, self.cursor._tasks = self.cursor._tasks, (held_out * 9)[: len(self.cursor._tasks)]
-        played = real(self, iteration)
-        self.cursor._tasks = own
-        return played
-
-    mp.setattr(colocated.Worker, "draw", draw)
-
-
-def training_tasks_evaluated(mp: pytest.MonkeyPatch) -> None:
-    real = module.fitting_tasks
-    mp.setattr(module, "fitting_tasks", lambda config, field, **k: real(config, "train", **k))
-
-
-def turns_cut_early(mp: pytest.MonkeyPatch) -> None:
-    _changed(mp, max_tokens=2)
-
-
-FOUND = {
-    one_seed_for_all: "different seeds",
-    one_seed_for_all_iterations: "different seeds",
-    top_p_ignored: "top_p is 1, not 0.9",
-    top_k_of_the_model: "top_k=20",
-    evaluated_at_the_training_temperature: "temperature is 1, not 0",
-    training_tasks_evaluated: "an evaluation: ",
-    turns_cut_early: "ends without a reason",
-    held_out_tasks_trained_on: "training: ",
+PLANTS: dict[str, tuple[str, staged.Patch]] = {  # {mistake: (part of the line, plant)}
+    "one seed for all episodes": ("different seeds", _set(play, "request_seed", lambda *of: 7)),
+    "the same seeds in each iteration": (
+        "different seeds",
+        _set(colocated, "seed_of", lambda run, iteration: run.seed),
+    ),
+    OF_RANKS: (
+        "different seeds",
+        _set(
+            colocated, "collect", lambda *a, real=colocated.collect, **k: real(*a, **k | {"first_index": 0})
+        ),
+    ),
+    "top_p is ignored": ("training: top_p is 1, not 0.9", _requested(top_p=1.0)),
+    "top_k of the model's folder": ("top_k=20", _requested(top_k=20)),
+    "an end token that is left out": ("stop_token_ids=[]", _requested(stop_token_ids=[])),
+    "evaluation at the training temperature": (
+        "an evaluation: temperature is 1, not 0",
+        _set(rollouts, "rollout_settings", lambda config, temperature: colocated.rollout_settings(config)),
+    ),
+    "training tasks are evaluated": (
+        "of data.evaluate have tasks that it lacks",
+        _set(
+            rollouts,
+            "fitting_tasks",
+            lambda config, field, **k: colocated.fitting_tasks(config, "train", **k),
+        ),
+    ),
+    "held-out tasks are trained on": (
+        "of data.train have tasks that it lacks",
+        _set(colocated.TaskCursor, "take", lambda self, n: list(read(Path("evaluate.jsonl"))[:n])),
+    ),
 }
 
 
-def look(path: Path) -> Any:
-    plants = {one.__name__: one for one in FOUND if one is not turns_cut_early}
+def _look(path: Path, names: list[str]) -> Any:
+    plants = {name: PLANTS[name][1] for name in names}
 
     def of(stage: Stage) -> Any:
         found = staged.findings(stage, asked, plants, again=False)
-        name = turns_cut_early.__name__
-        return found | {name: staged.findings(stage, asked, {name: turns_cut_early})[name]}
+        return found, [line.verdict for line in asked(stage)]
 
-    return staged.run(of, path, "rollout.top_p=0.9", "evaluate.temperature=0")
+    return staged.run(of, path, *OVERRIDES)
 
 
-def test_planted_requests_are_found_and_healthy_ones_are_not(tmp_path: Path) -> None:
-    (found,) = run_ranks(look, 1, staged.write(tmp_path / "project"), timeout=240)
-    assert found.pop("") == []
-    for plant, line in FOUND.items():
-        assert found[plant.__name__] and line in found[plant.__name__][0], (plant.__name__, found)
+@pytest.mark.parametrize(
+    ("ranks", "names"), [(1, [name for name in PLANTS if name != OF_RANKS]), (2, [OF_RANKS])]
+)
+def test_requests_of_healthy_ranks_pass_and_planted_mistakes_are_found(
+    ranks: int, names: list[str], tmp_path: Path
+) -> None:
+    path = staged.write(tmp_path / "project")
+    rows = (path.parent / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, of_file in (("train", rows[:6]), ("evaluate", rows[6:])):
+        (path.parent / f"{name}.jsonl").write_text("".join(of_file))
+    (found, verdicts), *others = run_ranks(_look, ranks, path, names, timeout=240)
+    assert [(found, verdicts)] * len(others) == others
+    assert found.pop("") == [] and verdicts == ["ok"] * 3
+    for name in names:
+        assert len(found[name]) == 1 and PLANTS[name][0] in found[name][0], (name, found[name])
 
 
 @pytest.mark.parametrize(
@@ -115,5 +116,4 @@ def test_planted_requests_are_found_and_healthy_ones_are_not(tmp_path: Path) -> 
     ],
 )
 def test_a_turn_ends_with_its_end_a_stop_string_or_the_limit(ids: Any, room: int, reason: str) -> None:
-    decode = lambda ids: "".join(map(str, ids))  # noqa: E731
-    assert ended(decode, ids, {0}, ("5",), room) == reason
+    assert ended(lambda ids: "".join(map(str, ids)), ids, {0}, ("5",), room) == reason
