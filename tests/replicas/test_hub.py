@@ -13,7 +13,7 @@ from megatron_stppo.base.types import Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.ledger import Taken
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.member import shares
+from megatron_stppo.replicas.trainer.crew import shares
 from megatron_stppo.replicas.wire.messages import Assignment, Moved, Play, Receive, ReplicaEnds, Stop
 from tests.replicas.hubs import SIZE, TASKS, hello, trainer
 from tests.replicas.peers import until

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -24,7 +24,6 @@ from megatron_stppo.parallel.weight_tree import Hop, Node, WeightTree
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
-from megatron_stppo.replicas.trainer.member import Member, shares
 from megatron_stppo.replicas.wire import messages
 from megatron_stppo.replicas.wire.channel import Channel
 from megatron_stppo.replicas.wire.episodes import Done, PackedRecord, Unfinished, versions_of
@@ -34,6 +33,39 @@ from megatron_stppo.replicas.wire.messages import Assignment, Receive, Route, Tr
 
 ABSENT = 10  # times serving.timeout: how long a run waits for a replica when it has none
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Member:
+    """One replica. Example: Member("member-1", listener, peer, hello, Node(1)) has no weights yet."""
+
+    group: str  # its name
+    listener: Listener
+    peer: Channel  # its connection
+    hello: messages.Hello
+    node: Node
+    playing: dict[int, Assignment] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)  # versions that it may have received
+    counters: Counters = field(default_factory=Counters)
+    recorded: int = 0  # the newest snapshot for which it has sent all records
+
+    def send(self, message: messages.FromTrainer) -> None:
+        """Queue a message. A replica that is gone, or does not read, is found by its silence."""
+        self.listener.send(self.peer, message)
+
+    def play(self, episodes: Sequence[Assignment]) -> None:
+        """Send the episodes in one message, or in several if they are too long for one. One that is too long
+        with its record is sent without it."""
+        try:
+            self.send(messages.Play(tuple(episodes)))
+        except ValueError:
+            if half := len(episodes) // 2:
+                self.play(episodes[:half])
+                self.play(episodes[half:])
+            elif episodes[0].record:
+                self.play([msgspec.structs.replace(episodes[0], record=())])
+            else:
+                raise
 
 
 @dataclass
@@ -287,3 +319,19 @@ class Crew:
 def _warn(text: str) -> None:
     """Log one line, which may contain the output of a replica."""
     log.warning("%s", printable(text).replace("\n", " "))
+
+
+def shares(waiting: int, playing: Sequence[int], capacity: Sequence[int]) -> list[int]:
+    """Return how many of the waiting episodes each replica gets.
+
+    Each episode goes to the replica that then plays fewest, among those with a free place; of equal ones, to
+    the last. playing, capacity: episodes per replica.
+    Example: shares(5, [0, 2], [8, 8]) is [3, 2], and shares(9, [0, 0], [2, 4]) is [2, 4].
+    """
+    counts = [0] * len(playing)
+    for _ in range(waiting):
+        free = [i for i, most in enumerate(capacity) if playing[i] + counts[i] < most]
+        if not free:
+            break
+        counts[min(free, key=lambda i: (playing[i] + counts[i], -i))] += 1
+    return counts
