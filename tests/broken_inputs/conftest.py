@@ -9,21 +9,15 @@ from typing import Any
 
 import pytest
 import yaml
-from tokenizers import Tokenizer, decoders, models
 
 from megatron_stppo import __main__ as command_line
 from megatron_stppo.environments.retrieval import BM25Retriever
-from tests.broken_inputs.inputs import ROW, SHAPE, Said
+from tests.broken_inputs.inputs import ROW, SHAPE, Said, write_model
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
-    tokenizer = Tokenizer(models.BPE({"a": 0, " ": 1}, []))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    write_model(tmp_path / "model", SHAPE)
     (tmp_path / "tasks.jsonl").write_text((json.dumps(ROW) + "\n") * 4)
     BM25Retriever.build([{"id": "1", "contents": "Paris is a city."}], tmp_path / "index")
     config = {

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models
 
 SHAPE = {
     "model_type": "qwen3",
@@ -21,3 +26,13 @@ ROW = {
     "reward_model": {"style": "rule", "ground_truth": {"target": ["Paris"]}},
 }
 Said = Callable[..., str]
+
+
+def write_model(folder: Path, shape: dict[str, Any]) -> None:
+    """Write the files of a model that are read before its weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+    tokenizer = Tokenizer(models.BPE({"a": 0, " ": 1}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")

@@ -140,35 +140,28 @@ def test_a_finished_run_is_resumed_without_starting_anything(
     assert "importing" not in said and not list((folder / "serving").iterdir())
 
 
+LISTENERS = {
+    "serving.address": ("serving.replicas=1",),
+    "environment.agents_address": ("environment.kind=agent", "environment.command=[echo]"),
+}
+
+
+@pytest.mark.parametrize("field", LISTENERS)
 @pytest.mark.parametrize(
     ("address", "why"),
     [
         ("192.0.2.1", "cannot listen on 192.0.2.1 (Cannot assign requested address); give the address of a"),
-        ("0.0.0.0", "means every interface of this machine; give the address of the one that replicas"),
-    ],
-)
-def test_an_address_for_replicas_that_is_not_one_of_this_machine_is_refused(
-    root: Path, said: Said, address: str, why: str
-) -> None:
-    message = said("train", root / "run.yaml", "serving.replicas=1", f"serving.address={address}")
-    assert message.startswith(f"serving.address={address}: {why}")
-    assert not (root / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("address", "why"),
-    [
-        ("192.0.2.1", "cannot listen on 192.0.2.1 (Cannot assign requested address); give the address of a"),
-        ("0.0.0.0", "means every interface of this machine; give the address of the one that agents"),
+        ("0.0.0.0", "means every interface of this machine; give the address of the one that {}"),
         ("no such host", "is not known ("),
     ],
 )
-def test_an_address_for_agents_that_is_not_one_of_this_machine_is_refused(
-    root: Path, said: Said, address: str, why: str
+def test_an_address_that_is_not_one_of_this_machine_is_refused(
+    root: Path, said: Said, field: str, address: str, why: str
 ) -> None:
-    agent = ("environment.kind=agent", "environment.command=[echo]")
-    message = said("train", root / "run.yaml", *agent, f"environment.agents_address={address}")
-    assert message.startswith(f"environment.agents_address={address}: {why}")
+    message = said("train", root / "run.yaml", *LISTENERS[field], f"{field}={address}")
+    assert message.startswith(
+        f"{field}={address}: {why.format('replicas' if 'serving' in field else 'agents')}"
+    )
     assert not (root / "runs").exists()
 
 

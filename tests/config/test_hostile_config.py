@@ -33,6 +33,7 @@ MERGES = "a: &a {k: 1}\n" + "".join(
         ("run: {seed: " + "9" * 5_000 + "}\n", "is not YAML (Exceeds the limit"),
         ("run: {seed: 2026-13-01}\n", "is not YAML (month must be in 1..12)"),
         ("run: !!python/name:os.system\n", "is not YAML"),
+        ("run: !!python/object/apply:os.system ['true']\n", "is not YAML"),
         ("run: !!python/object/new:subprocess.Popen [['true']]\n", "is not YAML"),
         ("run: \x00\n", "is not YAML"),
         ("run: \x1b[2J\n", "is not YAML"),

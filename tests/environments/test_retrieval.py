@@ -33,22 +33,11 @@ from megatron_stppo.environments.retrieval import (
 )
 from megatron_stppo.environments.retrieval_server import create_app
 from megatron_stppo.environments.search import factory
+from tests.environments.conftest import CORPUS
 from tests.training.loop.canaries import Canary
 
-CORPUS = [
-    {"id": "0", "contents": '"Gabon"\nGabon: capital Libreville.'},
-    {"id": "1", "contents": '"France"\nFrance: capital Paris, largest neighbour Spain.'},
-    {"id": "2", "contents": '"Spain"\nSpain: capital Madrid.'},
-]
 TASK = Task("t", (Message("user", "capital of Spain?"),), ("Madrid",), "train", 0)
 ANSWER = json.dumps({"result": [[{"document": {"id": "7", "contents": '"T"\nx'}, "score": 2.5}]]}).encode()
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bm25") / "index"
-    BM25Retriever.build(CORPUS, folder)
-    return folder
 
 
 def ask(*answers, timeout=5.0, retries=0, deadline=30.0):

@@ -12,19 +12,7 @@ from megatron_stppo.environments.retrieval import BM25Retriever, Document, Retri
 from megatron_stppo.environments.search import SearchEnvironment, factory, neutralise, render
 from tests.environments.playing import played
 
-CORPUS = [
-    {"id": "0", "contents": '"Gabon"\nGabon: capital Libreville, currency XAF.'},
-    {"id": "1", "contents": '"France"\nFrance: capital Paris, largest neighbour Spain.'},
-    {"id": "2", "contents": '"Spain"\nSpain: capital Madrid, largest neighbour France.'},
-]
 TASK = Task("t", (Message("user", "capital of France? <answer>Paris</answer>"),), ("Paris",), "train", 0)
-
-
-@pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bm25") / "index"
-    BM25Retriever.build(CORPUS, folder)
-    return folder
 
 
 @pytest.fixture

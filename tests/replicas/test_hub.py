@@ -110,18 +110,6 @@ def test_replicas_are_served_while_a_loss_cannot_be_told() -> None:
         store_answers.set()
 
 
-def test_a_replica_that_was_asked_to_end_is_replaced_without_waiting() -> None:
-    with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
-        t.hub.admit(0)
-        assert a.given() == [0, 1, 2, 3]
-        a.dialer.send(ReplicaEnds("left", "SIGTERM"))
-        until(lambda: t.crew.lost == 1)
-        t.join(b, "b")
-        assert b.given() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(
     "changed, why",
     [

@@ -64,15 +64,6 @@ def test_a_batch_waits_for_its_slowest_episode_and_has_the_order_of_admission() 
     assert numbers(book.batch()) == [0, 1] and numbers(book.batch()) == [2, 3]
 
 
-def test_in_order_of_completion_the_first_completed_groups_are_taken() -> None:
-    book = ledger(order="completion")
-    book.admit(0)  # 0 to 3
-    for number in (3, 1):
-        book.finish(number, played(number))
-    assert numbers(book.batch()) == [3, 1]
-    assert book.bias()["overtaken"] == 2  # groups 0 and 2
-
-
 def test_the_length_bias_compares_with_what_order_of_admission_would_have_trained_on() -> None:
     book = ledger(order="completion")
     book.admit(0)  # 0 to 3
@@ -112,14 +103,6 @@ def test_a_resumed_run_continues_with_the_lengths_so_far() -> None:
 
 def test_in_order_of_admission_no_bias_is_reported() -> None:
     assert ledger().bias() == {}
-
-
-def test_the_trajectory_keeps_the_task_that_was_assigned() -> None:
-    book = ledger(tasks=1, staleness=0)
-    (assigned,) = book.admit(0)
-    book.finish(0, played(0))
-    batch = book.batch()
-    assert batch is not None and batch[0].task == assigned.task
 
 
 def test_an_episode_is_counted_once() -> None:

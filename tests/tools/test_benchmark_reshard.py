@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 
 
@@ -25,7 +26,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.long
 def test_every_pair_moves_the_minimum_and_is_timed_against_lower_bounds(tmp_path: Path) -> None:
     done = run("--output", str(tmp_path / "found.json"))
     assert done.returncode == 0, done.stderr
@@ -38,12 +38,10 @@ def test_every_pair_moves_the_minimum_and_is_timed_against_lower_bounds(tmp_path
         assert all(0 < low <= middle <= high for low, middle, high in row["times"].values())
 
 
-@pytest.mark.long
 def test_a_pair_without_an_engine_is_refused() -> None:
     assert "--pairs 'tensor=2' is not TRAINING:ENGINE" in run("--pairs", "tensor=2").stderr
 
 
-@pytest.mark.long
 def test_a_model_that_cannot_be_divided_is_refused() -> None:
     said = run("--hidden", "128").stderr  # one head
     assert "\nparallel.tensor=2 must divide model.num_attention_heads=1" in "\n" + said

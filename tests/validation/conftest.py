@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
 
-SHAPE = {
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 384,
-    "vocab_size": 1024,
-}
+from tests.broken_inputs import inputs
+from tests.broken_inputs.inputs import write_model
+
+SHAPE = inputs.SHAPE | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384}
+del SHAPE["max_position_embeddings"]  # it is then 32,768
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A configuration whose files exist: 2-way tensor parallel, 64 tasks, 4 minibatches."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(SHAPE))
-    tokenizer = Tokenizer(models.BPE({"a": 0, " ": 1}, []))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
-    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    write_model(tmp_path / "model", SHAPE)
     for name in ("train", "evaluate", "demonstrations"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
     (tmp_path / "run.yaml").write_text(

@@ -13,6 +13,7 @@ from megatron_stppo import read_run
 from tests.replicas.test_promises import rows, start, weights
 from tests.training.loop import small_run
 
+pytestmark = pytest.mark.long
 AGENT = (
     "parallel.tensor=1",
     "run.iterations=3",
@@ -39,7 +40,6 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.long
 def test_the_first_ratio_is_1_and_the_mismatch_below_one_millionth(runs: tuple[Path, Path]) -> None:
     for row in (row for folder in runs for row in metrics(folder)):
         assert row["actor/first_kl_to_old"] == 0.0
@@ -48,7 +48,6 @@ def test_the_first_ratio_is_1_and_the_mismatch_below_one_millionth(runs: tuple[P
         assert row["actor/gradient_norm"] > 0 and row["environment/letters"] > 0
 
 
-@pytest.mark.long
 def test_a_run_with_a_replica_is_the_colocated_one_bit_for_bit(runs: tuple[Path, Path]) -> None:
     colocated, served = runs
     assert rows(colocated) == rows(served)
@@ -64,7 +63,6 @@ def tensor_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config.parent / "runs" / "tensor"
 
 
-@pytest.mark.long
 def test_the_first_ratio_is_1_with_a_tensor_parallel_engine(tensor_parallel: Path) -> None:
     for row in metrics(tensor_parallel):
         assert row["actor/first_kl_to_old"] == 0.0
@@ -72,7 +70,6 @@ def test_the_first_ratio_is_1_with_a_tensor_parallel_engine(tensor_parallel: Pat
         assert 1 < row["rollout/branches"] < 2 and row["outcome/error"] == row["outcome/timeout"] == 0
 
 
-@pytest.mark.long
 def test_tables_of_a_run_have_a_row_per_history(tensor_parallel: Path) -> None:
     run = read_run(tensor_parallel)
     table = run.episodes
@@ -84,24 +81,18 @@ def test_tables_of_a_run_have_a_row_per_history(tensor_parallel: Path) -> None:
     assert first["environment/letters"].notna().all() and (table.turns > 0).all()
 
 
-@pytest.mark.long
 def test_every_history_is_a_trajectory_of_its_episodes_group(runs: tuple[Path, Path]) -> None:
     lines = (runs[0] / "trajectories" / "iteration-00001.jsonl").read_text().splitlines()
     played = [json.loads(line) for line in lines]
     by_episode = [(row["index"], row["branch"], row["group"], len(row["turns"])) for row in played]
     for first, second in pairwise(played):
         if second["branch"]:
-            assert (first["group"], first["index"], first["reward"]) == (
-                second["group"],
-                second["index"],
-                second["reward"],
-            )
+            assert all(first[name] == second[name] for name in ("group", "index", "reward"))
             assert second["prompt_ids"][: len(first["prompt_ids"])] == first["prompt_ids"]
     assert {branch for index, branch, _, _ in by_episode if index % 2} == {0, 1}
     assert {branch for index, branch, _, _ in by_episode if not index % 2} == {0}
 
 
-@pytest.mark.long
 def test_a_run_is_replayed_bit_for_bit_and_every_log_prob_passes_the_audit(runs: tuple[Path, Path]) -> None:
     colocated, served = runs
     start(["replay", str(colocated), "run.name=again"])

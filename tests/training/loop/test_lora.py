@@ -20,6 +20,7 @@ from tests.rollout.vllm.tiny import reference_logprobs
 from tests.training.loop import small_run
 from tests.training.loop.test_resume import rows
 
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 LORA = (
     "model.lora.rank=4",
     "run.iterations=3",
@@ -73,15 +74,11 @@ def agrees(run: Path) -> None:
         assert row["actor/gradient_norm"] > 0 and not row["actor/held"]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @each_run
 def test_the_engine_serves_what_the_trainer_computes_with_adapters(runs: tuple[Path, Path]) -> None:
     agrees(runs[0])
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @each_run
 def test_a_resumed_run_with_adapters_has_the_bits_of_a_whole_one(runs: tuple[Path, Path]) -> None:
     straight, resumed = map(rows, runs)
@@ -117,8 +114,6 @@ def convert(run: Path, kind: str, checkpoint: str) -> Path:
     return output
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @merged_run
 def test_the_exported_merged_model_has_the_log_probs_of_the_trainer(runs: tuple[Path, Path]) -> None:
     episodes, action_index_T, trainer_T = scored(runs[0], 3)
@@ -133,8 +128,6 @@ def test_the_exported_merged_model_has_the_log_probs_of_the_trainer(runs: tuple[
     assert difference[0].max() < ROUNDING < 100 * ROUNDING < difference[1].max()
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @merged_run
 def test_adapters_in_the_format_of_peft_give_the_log_probs_of_the_trainer_when_merged_by_hand(
     runs: tuple[Path, Path],
@@ -159,8 +152,6 @@ def test_adapters_in_the_format_of_peft_give_the_log_probs_of_the_trainer_when_m
     assert (logprobs(model, episodes, action_index_T) - trainer_T).abs().max() < ROUNDING
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @each_run
 def test_evaluating_a_checkpoint_gives_the_numbers_of_the_run(runs: tuple[Path, Path]) -> None:
     config, result = runs[0].parents[1] / "config.yaml", runs[0].parents[1] / "result.json"
@@ -171,8 +162,6 @@ def test_evaluating_a_checkpoint_gives_the_numbers_of_the_run(runs: tuple[Path, 
     assert alone == {name: during[name] for name in alone} and alone["evaluate/episodes"] == 3
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @each_run
 def test_replayed_rollouts_give_the_same_adapters_bitwise(runs: tuple[Path, Path]) -> None:
     small_run.run("replay", runs[0], "run.name=replayed").succeeded()
@@ -185,16 +174,12 @@ def test_replayed_rollouts_give_the_same_adapters_bitwise(runs: tuple[Path, Path
     assert promises.weights(replayed, 3) == promises.weights(runs[0], 3) != promises.weights(runs[0], 2)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @each_run
 def test_every_log_prob_is_that_of_the_adapters_that_its_token_names(runs: tuple[Path, Path]) -> None:
     said = promises.start(["audit", str(runs[0]), "parallel.tensor=1"])
     assert "passed; " in said and "not audited" not in said
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 def test_an_engine_of_tensor_2_applies_the_adapters_of_a_trainer_of_two_stages(tmp_path: Path) -> None:
     config = small_run.write(tmp_path)
     layout = ("parallel.tensor=1", "parallel.pipeline=2", "rollout.engine_tensor=2")
@@ -202,8 +187,6 @@ def test_an_engine_of_tensor_2_applies_the_adapters_of_a_trainer_of_two_stages(t
     agrees(tmp_path / "runs" / "stages")
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @both
 def test_replicas_at_bound_0_train_the_adapters_of_the_colocated_run(
     sync: str, tmp_path_factory: pytest.TempPathFactory
@@ -211,10 +194,7 @@ def test_replicas_at_bound_0_train_the_adapters_of_the_colocated_run(
     config = small_run.write(tmp_path_factory.mktemp("served"))
     given = (*LORA, "parallel.tensor=1", "environment.kind=tests.replicas.late_tools:factory")
     given += (f"model.lora.sync={sync}",)
-    for name, more in (
-        ("colocated", ()),
-        ("served", (*promises.SERVED, "serving.max_staleness=0")),
-    ):
+    for name, more in (("colocated", ()), ("served", (*promises.SERVED, "serving.max_staleness=0"))):
         promises.start(["train", str(config), f"run.name={name}", *given, *more])
     colocated, served = (config.parent / "runs" / name for name in ("colocated", "served"))
     assert promises.rows(served) == promises.rows(colocated)
@@ -225,8 +205,6 @@ def test_replicas_at_bound_0_train_the_adapters_of_the_colocated_run(
     assert sent == [pytest.approx(SENT[sync])] * 2
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @both
 def test_above_bound_0_every_log_prob_is_that_of_the_adapters_that_its_token_names(
     sync: str, tmp_path_factory: pytest.TempPathFactory
@@ -249,8 +227,6 @@ def test_above_bound_0_every_log_prob_is_that_of_the_adapters_that_its_token_nam
     assert "passed; " in said and "not audited" not in said
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
 @both
 @pytest.mark.parametrize("case", ROUNDED)
 def test_in_bfloat16_first_ratios_are_1_and_the_mismatch_is_that_of_rounding(
