@@ -84,9 +84,7 @@ def test_the_asynchronous_example_trains_on_the_core_that_its_replica_leaves(dri
     assert ranks == ["", "--nproc-per-node=2", "--nproc-per-node=1"]
 
 
-def test_a_run_without_evaluations_is_refused_because_its_summary_is_empty(
-    driver: ModuleType,
-) -> None:
+def test_a_run_without_evaluations_is_refused_because_its_summary_is_empty(driver: ModuleType) -> None:
     with pytest.raises(ConfigError, match=r"run\.evaluate_every=0: the summary compares evaluations"):
         keys(driver, "run.evaluate_every=0")
 

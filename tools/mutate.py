@@ -41,7 +41,7 @@ SOURCES = {
     "algorithm/penalties": ["algorithm/penalties"],
     "algorithm/ratio": ["algorithm/ratio", "algorithm/surrogate", "algorithm/aggregation"],
     "algorithm/selection": ["algorithm/selection"],
-    "algorithm/surrogate": ["algorithm/surrogate"],
+    "algorithm/surrogate": ["algorithm/surrogate", "ops/surrogate_hazards"],
     "algorithm/vocabulary": ["ops/vocab_logprob", "ops/vocab_parallel"],
     "data/packing": ["data/packing", "data/routes", "data/exchange", "branches"],
     "data/routes": ["data/routes", "data/prefixes", "data/packing"],

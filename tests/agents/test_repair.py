@@ -130,10 +130,7 @@ def test_code_in_the_sandbox_reaches_no_network_key_or_file(
 
 @needs_bwrap
 def test_code_in_the_sandbox_leaves_no_process_and_ends_in_time(
-    attack: Callable[..., str],
-    example: Callable[[str], Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    attack: Callable[..., str], example: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     word = f"stays-{os.getpid()}"
     assert attack("stay", word) == '"stays"'

@@ -42,19 +42,13 @@ LATIN = '{"id": 1, "contents": "caf\u00e9"}\n'.encode("latin-1")
         (lambda m: (m / "tokenizer_config.json").write_text("{"), "tokenizer_config.json: cannot be read"),
         (lambda m: (m / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: holds list"),
         (lambda m: (m / "tokenizer.json").unlink(), "holds no tokenizer.json; add the model's own"),
-        (
-            lambda m: edit(m, eos_token_id="x"),
-            "config.json: eos_token_id='x', not token ids below",
-        ),
+        (lambda m: edit(m, eos_token_id="x"), "config.json: eos_token_id='x', not token ids below"),
         (lambda m: ends(m, "{"), "generation_config.json: cannot be read"),
         (lambda m: ends(m, "[]"), "generation_config.json: holds list, not an object"),
         (lambda m: ends(m, '{"eos_token_id": "</s>"}'), "eos_token_id='</s>', not token ids below"),
         (lambda m: ends(m, '{"eos_token_id": [2, 1024]}'), "eos_token_id=[2, 1024], not token ids below"),
         (lambda m: ends(m, '{"eos_token_id": true}'), "eos_token_id=True, not token ids below"),
-        (
-            lambda m: edit(m, architectures=["LlamaForCausalLM"]),
-            "with only 'Qwen3ForCausalLM'",
-        ),
+        (lambda m: edit(m, architectures=["LlamaForCausalLM"]), "with only 'Qwen3ForCausalLM'"),
         (lambda m: (m / "adapter_config.json").write_text("{}"), "holds an adapter (adapter_config.json)"),
     ],
 )
@@ -75,10 +69,7 @@ def ends(model: Path, text: str) -> None:
     [
         ("", "its chat_template 'default' is empty; copy it again from the model's source"),
         ("{# #}", "its chat_template 'default' rejects every chat (renders nothing); copy it"),
-        (
-            "{% for m in messages %}",
-            "its chat_template 'default' is not jinja (line 1: Unexpected end",
-        ),
+        ("{% for m in messages %}", "its chat_template 'default' is not jinja (line 1: Unexpected end"),
         ("{{ raise_exception('no') }}", "its chat_template 'default' rejects every chat (no); copy it"),
         ("{{ messages[1]['content'] + bos_token }}", ""),  # the check gives it no special tokens
         (None, "its tokenizer has no chat_template; add chat_template.jinja"),

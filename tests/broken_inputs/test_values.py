@@ -43,10 +43,7 @@ from tests.validation.test_run_folder import write_step
             "lower one of these fields, or set rollout.max_context=256",
         ),
         ("serving.replicas=0", "serving: replicas=0 is below 1; give null if the trainer's ranks serve"),
-        (
-            "serving.max_staleness=-1",
-            "serving.max_staleness=-1: Input should be greater than or equal to 0",
-        ),
+        ("serving.max_staleness=-1", "serving.max_staleness=-1: Input should be greater than or equal to 0"),
         (
             "serving={order: completion, max_staleness: 0}",
             "serving: order='completion' with max_staleness=0: every admitted episode is in the next batch, "

@@ -149,9 +149,7 @@ def test_a_run_that_raised_ends_even_if_one_of_its_threads_does_not(tmp_path: Pa
     assert "ValueError: out of blocks" in told
 
 
-def test_a_run_that_raised_keeps_its_exit_code_while_it_waits_for_a_checkpoint(
-    tmp_path: Path,
-) -> None:
+def test_a_run_that_raised_keeps_its_exit_code_while_it_waits_for_a_checkpoint(tmp_path: Path) -> None:
     body = (
         "import atexit, sys\n"
         "deadlines.END = 9\n"

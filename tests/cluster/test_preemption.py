@@ -84,9 +84,7 @@ def test_a_handler_that_a_compiler_has_installed_since_is_replaced() -> None:
     assert notice.due(alone) and notice.reason == "SIGUSR1"
 
 
-def test_ctrl_c_is_a_notice_and_a_second_one_ends_the_process(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_ctrl_c_is_a_notice_and_a_second_one_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
     notice = PreemptionNotice(margin=0)
     os.kill(os.getpid(), signal.SIGINT)
     assert (

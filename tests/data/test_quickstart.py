@@ -62,9 +62,7 @@ def test_a_second_build_does_not_change_the_folder(built, capsys):
     assert before == {path: path.stat().st_mtime_ns for path in built.rglob("*")}
 
 
-def test_the_model_of_the_repository_has_this_digest_and_the_tokenizer_of_the_built_files(
-    built,
-):
+def test_the_model_of_the_repository_has_this_digest_and_the_tokenizer_of_the_built_files(built):
     """`make quickstart-model` makes another model; then this digest changes with it."""
     weights = MODEL / "model.safetensors"
     assert weights.stat().st_size < 1.5e6

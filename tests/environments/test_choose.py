@@ -40,8 +40,7 @@ def test_a_user_environment_is_created_from_its_section(own, kind):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["serach", "own_environment:missing", "a.b.c:make", ":make", ".own:make", "os:sep", "builtins:id"],
+    "kind", ["serach", "own_environment:missing", "a.b.c:make", ":make", ".own:make", "os:sep", "builtins:id"]
 )
 def test_an_environment_that_cannot_be_imported_gives_a_one_line_error(own, kind):
     with pytest.raises(

@@ -133,10 +133,7 @@ def test_after_tool_away_the_function_is_called_again_and_the_environment_is_not
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (
-            "tow:length",
-            "no allowed folder has this module; give MODULE:FUNCTION, in the folder of",
-        ),
+        ("tow:length", "no allowed folder has this module; give MODULE:FUNCTION, in the folder of"),
         ("two:lenght", "AttributeError: module 'two' has no attribute 'lenght'; give MODULE:FUNCTION"),
         ("two:number", "is not a function; write `def reward(task, turns, result) -> float`"),
         (

@@ -75,10 +75,7 @@ def test_microbatches_add_up_to_the_whole():
     whole = ops.clipped_surrogate(new, old, advantage, offsets, weight=1 / 12)
     parts = [
         ops.clipped_surrogate(new[cut], old[cut], advantage[cut], part, weight=1 / 12)
-        for cut, part in (
-            (slice(0, 5), torch.tensor([0, 5, 5])),
-            (slice(5, 12), torch.tensor([0, 3, 7])),
-        )
+        for cut, part in ((slice(0, 5), torch.tensor([0, 5, 5])), (slice(5, 12), torch.tensor([0, 3, 7])))
     ]
     for name in ("objective", "bias_sq", "grad_sq", "clipped", "tokens"):
         torch.testing.assert_close(sum(getattr(part, name) for part in parts), getattr(whole, name))
@@ -88,10 +85,7 @@ def test_microbatches_add_up_to_the_whole():
 def test_masked_tokens_may_be_nan_and_are_not_counted():
     logprob = torch.tensor([math.log(1.5), math.nan], requires_grad=True)
     out = ops.clipped_surrogate(
-        logprob,
-        torch.tensor([0.0, math.inf]),
-        torch.tensor([1.0, math.nan]),
-        weight=torch.tensor([1.0, 0.0]),
+        logprob, torch.tensor([0.0, math.inf]), torch.tensor([1.0, math.nan]), weight=torch.tensor([1.0, 0.0])
     )
     assert out.objective.item() == pytest.approx(1.2)
     assert (out.clip_fraction.item(), out.tokens.item()) == (1.0, 1.0)

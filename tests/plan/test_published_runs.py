@@ -19,12 +19,7 @@ import pytest
 from megatron_stppo.data.ledger import Terms
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Window, simulate
 from megatron_stppo.plan.simulation.engine import EngineSpeed, TrainerSpeed
-from megatron_stppo.plan.simulation.workload import (
-    DrawnLengths,
-    LogNormal,
-    ToolTimes,
-    Workload,
-)
+from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes, Workload
 
 MEMORY_SHARE, FLOP_SHARE = 0.7, 0.5  # as in plan/assumptions.py
 ALL_WEIGHTS = 10.0  # seconds to send a version to all replicas, assumed

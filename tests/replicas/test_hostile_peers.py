@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,8 @@ from tests.replicas.peers import (
     taken,
     until,
 )
+
+suppressed = partial(suppress, ConnectionResetError, BrokenPipeError)  # the other side has closed it
 
 # ---- without a key
 
@@ -325,15 +327,6 @@ def where(listener: Listener) -> tuple[str, int]:
 def resident() -> int:
     """Return the memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@contextmanager
-def suppressed() -> Iterator[None]:
-    """Ignore that the other side has closed the connection."""
-    try:
-        yield
-    except (ConnectionResetError, BrokenPipeError):
-        pass
 
 
 @contextmanager

@@ -257,12 +257,9 @@ def test_what_ends_a_colocated_run_ends_the_trainer(kind: str, error: type[Excep
             t.hub.wait(lambda: None)
 
 
-def test_episodes_go_to_the_replica_that_plays_fewest() -> None:
+def test_episodes_go_to_the_replica_that_plays_fewest_and_has_room() -> None:
     assert shares(5, [0, 2], [8, 8]) == [3, 2]
     assert shares(1, [3, 1, 2], [8, 8, 8]) == [0, 1, 0]
-
-
-def test_a_replica_gets_no_more_than_it_has_room_for() -> None:
     assert shares(9, [0, 0], [2, 4]) == [2, 4]
     assert shares(3, [4], [4]) == [0]
     assert shares(3, [], []) == []

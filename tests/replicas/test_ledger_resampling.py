@@ -20,6 +20,11 @@ TASKS = tuple(Task("test", (), ("yes",), "train", index) for index in range(40))
 SAMPLES = 2
 
 
+def finish(book: EpisodeLedger, number: int, reward: float, version: int = 0) -> None:
+    turn = Turn((7,), (-0.5,), (), reward, ((version, 1),))
+    book.finish(number, Trajectory(TASKS[0], (number,), (turn,), "ok"))
+
+
 @dataclass
 class Run:
     """A ledger whose episodes finish in any order. Groups of the tasks `flat` have no variance."""
@@ -44,8 +49,7 @@ class Run:
         left = self.book.unfinished()
         one = left[(self.picks or (0,))[step % max(1, len(self.picks))] % len(left)]
         reward = 1.0 if one.number % SAMPLES or one.task.index in self.flat else 0.0
-        turn = Turn((7,), (-0.5,), (), reward, ((self.iteration, 1),))
-        self.book.finish(one.number, Trajectory(one.task, (one.number,), (turn,), "ok"))
+        finish(self.book, one.number, reward, self.iteration)
 
     def batches(self, first: int, last: int, cut: int = 10**9) -> Iterator[list[Trajectory]]:
         """Yield the batches of iterations; stop after `cut` episodes, in the middle of a batch."""
@@ -64,9 +68,9 @@ class Run:
                 step += 1
             yield batch
 
-    def saved(self, iteration: int) -> Run:
-        """Return a run that continues from a checkpoint."""
-        again = Run(self.terms, self.flat, self.picks)
+    def saved(self, iteration: int, terms: Terms | None = None) -> Run:
+        """Return a run that continues from a checkpoint, perhaps with other terms."""
+        again = Run(terms or self.terms, self.flat, self.picks)
         state = json.loads(json.dumps(self.book.state() | {"iteration": iteration}))
         again.book.restore(state, decode_episodes(encode_episodes(self.book.kept(), ()))[0])
         return again
@@ -191,12 +195,9 @@ def test_a_dropped_group_that_is_not_admitted_now_is_admitted_again() -> None:
     run = Run(Terms(2, SAMPLES, 3, "completion", resample=1), flat_tasks(6, 7))
     run.note(0, run.book.admit(0))  # groups 0 to 7
     for number in (12, 13, 14, 15):  # of groups 6 and 7
-        turn = Turn((7,), (-0.5,), (), 1.0, ((0, 1),))
-        run.book.finish(number, Trajectory(TASKS[0], (number,), (turn,), "ok"))
+        finish(run.book, number, 1.0)
     assert [a.number // SAMPLES for a in run.book.resample()] == [8, 8, 9, 9], "in the places of 6 and 7"
-    state = json.loads(json.dumps(run.book.state() | {"iteration": 0}))
-    again = Run(Terms(2, SAMPLES, 0, resample=0))
-    again.book.restore(state, decode_episodes(encode_episodes(run.book.kept(), ()))[0])
+    again = run.saved(0, Terms(2, SAMPLES, 0, resample=0))
     assert {a.number // SAMPLES for a in again.book.unfinished()} == {0, 1}
     batches = list(again.batches(0, 5))
     assert [groups(batch) for batch in batches] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
@@ -209,11 +210,7 @@ def test_groups_that_take_a_place_again_after_the_bound_was_lowered_get_random_n
     for step in range(4):
         run.finish_one(step)
     assert [a.number // SAMPLES for a in run.book.resample()] == [4, 4], "in the place of group 0"
-    state = json.loads(json.dumps(run.book.state() | {"iteration": 0}))
-    again = Run(Terms(2, SAMPLES, 0, resample=1), flat_tasks(0))
-    again.book.restore(
-        state, decode_episodes(encode_episodes(run.book.kept(), ()))[0]
-    )  # groups 1 and 2 are open
+    again = run.saved(0, Terms(2, SAMPLES, 0, resample=1))  # groups 1 and 2 are open
     again.note(0, again.book.unfinished())
     list(again.batches(0, 3))
     seeds = {(episode.seed, episode.place) for _, episode in again.admitted.values()}
@@ -224,12 +221,10 @@ def test_dropped_groups_are_numbered_in_the_order_of_their_admission() -> None:
     book = EpisodeLedger(TaskCursor(TASKS, seed=0), Terms(2, SAMPLES, 1, "completion", resample=1))
     book.admit(0)
     for number, reward in ((2, 1.0), (3, 1.0), (0, 0.5), (1, 0.5)):  # group 1, then group 0
-        turn = Turn((7,), (-0.5,), (), reward, ((0, 1),))
-        book.finish(number, Trajectory(TASKS[0], (number,), (turn,), "ok"))
+        finish(book, number, reward)
     book.resample()
     for number in (4, 5, 6, 7):  # groups 2 and 3
-        turn = Turn((7,), (-0.5,), (), float(number % 2), ((0, 1),))
-        book.finish(number, Trajectory(TASKS[0], (number,), (turn,), "ok"))
+        finish(book, number, float(number % 2))
     assert book.batch() is not None and book.taken == Taken([2, 3], [[1, 0]])
     assert [(s.group, s.reward) for s in book.dropped] == [(0, 0.5), (0, 0.5), (1, 1.0), (1, 1.0)]
 

@@ -114,13 +114,7 @@ def test_a_pause_lasts_from_the_last_step_before_an_update_to_the_first_one_afte
     activity.stepped(2.0, 2.5)
     activity.stepped(3.0, 3.5)
     assert activity.counters == Counters(
-        seconds=3.5,
-        steps=3,
-        step_seconds=2.0,
-        updates=1,
-        pause_seconds=1.0,
-        longest_pause=1.0,
-        recomputed=50,
+        seconds=3.5, steps=3, step_seconds=2.0, updates=1, pause_seconds=1.0, longest_pause=1.0, recomputed=50
     )
 
 

@@ -54,10 +54,7 @@ class Playing:
 
 @contextmanager
 def box(
-    timeout: float = 30.0,
-    game: type[Game] = Game,
-    waits: bool = False,
-    drain: bool = False,
+    timeout: float = 30.0, game: type[Game] = Game, waits: bool = False, drain: bool = False
 ) -> Iterator[Box]:
     with (
         connected() as (listener, dialer, peer),

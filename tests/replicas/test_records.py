@@ -128,12 +128,7 @@ def test_an_episode_is_continued_with_its_newest_version_or_a_later_one() -> Non
         t.hub.announce(1)
         message = t.update(a, 1)
         a.dialer.send(Moved(message.route.name, 1))
-        a.dialer.send(
-            record(
-                0,
-                turn(2),
-            )
-        )
+        a.dialer.send(record(0, turn(2)))
         a.dialer.send(record(0, turn(2, version=1)))
         a.dialer.send(ReplicaEnds("left", "SIGTERM"))
         until(lambda: t.crew.lost == 1)

@@ -103,13 +103,7 @@ def once(
         return Link(engine.parameters(), shape, route, receives, store, timeout)
 
     with first_rank(given, started, name, engine, environment) as first:
-        replica = Replica(
-            engine,
-            rollout_limits(given),
-            link,
-            lambda phase: contextlib.nullcontext(),
-            first,
-        )
+        replica = Replica(engine, rollout_limits(given), link, lambda phase: contextlib.nullcontext(), first)
         try:
             end = replica.run()
             said = f"{end.kind}: {end.text}"

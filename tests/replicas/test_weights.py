@@ -141,10 +141,7 @@ def test_an_error_of_the_system_in_a_connection_means_that_the_replica_is_lost(d
 def test_vllm_serves_what_megatron_trains_under_the_version_that_was_sent(tmp_path: Path) -> None:
     build_model(tmp_path)
     ended = run_programs(
-        {
-            "trainer": (linked_engine.train, 2, (tmp_path,)),
-            "replica": (linked_engine.serve, 1, (tmp_path,)),
-        }
+        {"trainer": (linked_engine.train, 2, (tmp_path,)), "replica": (linked_engine.serve, 1, (tmp_path,))}
     )
     (seen,) = ended["replica"].result()
     assert seen["differ 3"] == seen["differ 4"] == []

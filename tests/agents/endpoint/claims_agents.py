@@ -369,12 +369,7 @@ def test_a_result_of_the_wrong_kind_is_an_error_of_its_episode_in_one_line(world
     assert (
         result_of(0.5).outcome == "wrong" and result_of({"reward": 1, "outcome": "wrong"}).outcome == "wrong"
     )
-    for wrong in (
-        None,
-        {"reward": "1"},
-        {"reward": 1.0, "outcome": "good"},
-        {"reward": float("nan")},
-    ):
+    for wrong in (None, {"reward": "1"}, {"reward": 1.0, "outcome": "good"}, {"reward": float("nan")}):
         try:
             result_of(wrong)
         except WrongValue as error:

@@ -88,8 +88,4 @@ def test_a_client_that_sends_all_back_has_one_history_and_mini_swe_agent_one_per
 def test_claude_code_goes_on_after_an_incomplete_turn_codex_ends_openhands_takes_it(harnessed: Path) -> None:
     rows = check(harnessed)
     seen = sorted((row["index"], row["branch"], len(row["turns"]), row["outcome"]) for row in rows)
-    assert seen == [
-        *[(0, 0, 4, "wrong")] * 2,
-        *[(1, 0, 1, "truncated")] * 2,
-        *[(2, 0, 1, "wrong")] * 2,
-    ]
+    assert seen == [*[(0, 0, 4, "wrong")] * 2, *[(1, 0, 1, "truncated")] * 2, *[(2, 0, 1, "wrong")] * 2]

@@ -105,9 +105,7 @@ def test_nccl_must_not_use_the_loopback_interface_if_the_other_program_is_on_ano
     check_nccl_interface("192.0.2.1")
 
 
-def test_ranks_of_one_host_use_the_loopback_by_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_of_one_host_use_the_loopback_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     among(monkeypatch, 1, 2, LOCAL_WORLD_SIZE="2", GLOO_SOCKET_IFNAME="ib0", **agent)
     assert meeting(SOON) == {"timeout": SOON}, "torchrun has already opened a store"

@@ -52,10 +52,7 @@ def test_a_wrong_field_is_found_before_a_process_is_started(tmp_path: Path) -> N
     [
         ({"overrides": "run.name=x"}, r"overrides='run.name=x': is one text; give a list, \['run.name=x'\]"),
         ({"ranks": 0}, "ranks=0: give the number of processes, 1 or more"),
-        (
-            {"modules": "nodir"},
-            "modules=nodir: is not a folder; give the one with",
-        ),
+        ({"modules": "nodir"}, "modules=nodir: is not a folder; give the one with"),
     ],
 )
 def test_a_wrong_argument_is_found_before_a_process_is_started(

@@ -78,7 +78,7 @@ def test_joined_projections_are_read_group_by_group() -> None:
 def test_the_engine_has_all_queries_of_a_rank_before_its_keys() -> None:
     spans = DeltaNet(8, 4, 8, 3, 5, 4, joined=False).serving_spans("x.", 2, 1)
     assert rows(spans["x.in_proj_qkvz.weight"]) == [
-        *(("in_proj_qkv", 6, 6), ("in_proj_qkv", 18, 6), ("in_proj_qkv", 44, 20), ("in_proj_z", 20, 20)),
+        *(("in_proj_qkv", 6, 6), ("in_proj_qkv", 18, 6), ("in_proj_qkv", 44, 20), ("in_proj_z", 20, 20))
     ]
     assert rows(spans["x.in_proj_ba.weight"]) == [("in_proj_b", 4, 4), ("in_proj_a", 4, 4)]
 

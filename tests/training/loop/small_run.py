@@ -190,11 +190,7 @@ def run_command(arguments: tuple[str, ...], ranks: int = 2, python: str = "") ->
     program = torchrun(ranks, python) if ranks > 1 else [python or stand_in.python(), "-m", "megatron_stppo"]
     with (
         subprocess.Popen(
-            [*program, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
+            [*program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
         ) as process,
         Listening(process.pid) as listening,
     ):

@@ -117,10 +117,7 @@ def refuse_others(saver: Any, actor: Any, other: Path) -> None:
             replace(own, folder=other),
             r"step_1: its adapters belong to other weights than those of model.path",
         ),
-        (
-            replace(own, initial="0" * 64),
-            "step_1: its run began with other adapters than those",
-        ),
+        (replace(own, initial="0" * 64), "step_1: its run began with other adapters than those"),
         (None, r"step_1: was written with model.lora.rank=4, this run has 0; set"),
     ):
         chunk.adaptation = changed

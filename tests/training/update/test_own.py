@@ -63,10 +63,7 @@ def test_tokens_of_failed_trajectories_alone_add_nothing() -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [
-        {"preset": "cispo"},
-        {"preset": "dppo", "select_bound": 1e-3},
-    ],
+    [{"preset": "cispo"}, {"preset": "dppo", "select_bound": 1e-3}],
     ids=lambda given: given["preset"],
 )
 def test_presets_without_clipping_make_an_update(algorithm: dict[str, Any], tmp_path: Path) -> None:

@@ -80,20 +80,11 @@ ODD = np.zeros((64, 64), dtype=np.float32)
     [
         ({"llama__rope__scaling__type": ("yarn", STRING)}, "llama.rope.scaling.type='yarn' is not supported"),
         ({"llama__logit_scale": (2.0, FLOAT)}, "llama.logit_scale=2.0 is not supported"),
-        (
-            {"llama__rope__dimension_count": (8, WHOLE)},
-            "llama.rope.dimension_count=8 is not supported",
-        ),
+        ({"llama__rope__dimension_count": (8, WHOLE)}, "llama.rope.dimension_count=8 is not supported"),
         ({"pre": "unheard"}, "tokenizer.ggml.pre='unheard' is not supported"),
         ({"split__count": (2, WHOLE)}, "is one of 2 parts"),
-        (
-            {"tensors": {"blk.0.attn_q.bias": ODD[0]}},
-            "has a tensor model.layers.0.self_attn.q_proj.bias",
-        ),
-        (
-            {"tensors": {"blk.0.attn_k.weight": ODD}},
-            "tensor blk.0.attn_k.weight has the shape [64",
-        ),
+        ({"tensors": {"blk.0.attn_q.bias": ODD[0]}}, "has a tensor model.layers.0.self_attn.q_proj.bias"),
+        ({"tensors": {"blk.0.attn_k.weight": ODD}}, "tensor blk.0.attn_k.weight has the shape [64"),
         ({"tensors": {"blk.0.post_norm.weight": ODD}}, "tensor 'blk.0.post_norm' is not known"),
         ({"tensors": {"rope_freqs.weight": ODD[0, :8] + 3}}, "rope_freqs.weight is not the scaling llama3"),
     ],

@@ -34,10 +34,7 @@ def change(path: Path, **fields: Any) -> None:
         ({"model_max_length": "x"}, "transformers refuses its tokenizer ('>' not supported between"),
         ({"eos_token": 5}, "transformers refuses its tokenizer (Special token eos_token has to be"),
         ({"added_tokens_decoder": []}, "transformers refuses its tokenizer ('list' object has no"),
-        (
-            {"tokenizer_class": "LlamaTokenizerFast"},
-            "does not keep spaces ('a' and then ' a' is decoded as",
-        ),
+        ({"tokenizer_class": "LlamaTokenizerFast"}, "does not keep spaces ('a' and then ' a' is decoded as"),
     ],
 )
 def test_a_tokenizer_is_checked_as_transformers_builds_it(folder: Path, fields: Any, part: str) -> None:

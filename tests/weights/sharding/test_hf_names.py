@@ -49,10 +49,7 @@ def test_a_disabled_sliding_window_is_accepted(tmp_path):
         ({"attention_bias": True}, "attention_bias=True is not supported"),
         ({"mlp_bias": True}, "mlp_bias=True is not supported"),
         ({"sliding_window": 4096}, "sliding_window=4096 is not supported"),
-        (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope_type='yarn' is not supported; ",
-        ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported; "),
         ({"rope_scaling": SCALED | {"low_freq_factor": 2.0}}, "low_freq_factor=2.0 .* computes with 1.0"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
