@@ -62,7 +62,8 @@ def same_index(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Ten
     owner_S: the trajectory of each turn, in ascending order. counted_N: the first histories of live episodes;
     their turns count. Turns with an index that fewer than two of these have are in the cell of the last index
     that two have, and count there: without them, their distance from the others could be any number of
-    deviations.
+    deviations. In a group with fewer than two of these, every turn has a cell of its own: discounting alone
+    would be compared.
     Example: episodes of 1, 2 and 4 turns: turns 2 to 4 of the third and turn 2 of the second are compared.
     """
     index_S = torch.arange(len(owner_S)) - torch.searchsorted(owner_S, owner_S)
@@ -71,7 +72,9 @@ def same_index(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Ten
     episodes_S = torch.zeros_like(place_S).index_add(0, place_S, counted_N[owner_S].long())[place_S]
     shared_S = index_S.masked_fill(episodes_S < 2, 0)
     last_S = torch.zeros_like(group_S).scatter_reduce(0, group_S, shared_S, "amax")[group_S]
-    return _cells(group_S, index_S.minimum(last_S)), counted_N[owner_S]
+    most_S = torch.zeros_like(group_S).scatter_reduce(0, group_S, episodes_S, "amax")[group_S]
+    alone_S = torch.arange(len(owner_S)).masked_fill(most_S >= 2, 0)
+    return _cells(group_S, index_S.minimum(last_S), alone_S), counted_N[owner_S]
 
 
 def same_state(owner_S: Tensor, group_N: Tensor, counted_N: Tensor, state_S: Tensor) -> tuple[Tensor, Tensor]:

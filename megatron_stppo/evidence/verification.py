@@ -19,12 +19,14 @@ from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.evidence.bench.stage import TASKS, Checked, Stage, small
 from megatron_stppo.evidence.checks.adamw import adam
+from megatron_stppo.evidence.checks.advantages import advantages
 from megatron_stppo.evidence.checks.arrival import arrival
 from megatron_stppo.evidence.checks.asked import asked
 from megatron_stppo.evidence.checks.fair import fair
 from megatron_stppo.evidence.checks.first_ratio import first_ratio
 from megatron_stppo.evidence.checks.gradient import gradient
 from megatron_stppo.evidence.checks.layouts import layouts
+from megatron_stppo.evidence.checks.loss import loss
 from megatron_stppo.evidence.checks.resume import resume
 from megatron_stppo.evidence.checks.rewards import landing
 from megatron_stppo.evidence.checks.tokens import exact
@@ -37,9 +39,11 @@ Check = Callable[[Stage], Iterator[Checked]]  # collective; equal findings on ev
 CHECKS: tuple[Check, ...] = (
     exact,
     landing,
+    advantages,
     fair,
     asked,
     first_ratio,
+    loss,
     gradient,
     adam,
     resume,

@@ -11,6 +11,8 @@ import torch
 from megatron_stppo.base.types import Branch, ScoredBatch, Summary, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, rollout_logprobs, without_tokens
+from megatron_stppo.evidence import definition
+from megatron_stppo.evidence.checks.advantages import defined
 from megatron_stppo.parallel.collectives import decode, encode
 from megatron_stppo.training.advantage import estimate, has_signal
 
@@ -127,45 +129,6 @@ def test_no_turn_is_many_deviations_from_turns_that_it_is_not_among(longest: int
     assert max(map(abs, advantages(alike, advantage="group_turn", gamma=0.95))) <= 3
 
 
-def defined(episodes: list[Trajectory], advantage: str, gamma: float, weight: float) -> list[float]:
-    """Return the advantages by loops over the definitions."""
-
-    def scaled(value: float, among: list[float]) -> float:
-        mean = sum(among) / len(among)
-        variance = sum((x - mean) ** 2 for x in among) / len(among)
-        return 0.0 if variance < 1e-9 else (value - mean) / (variance + 1e-8) ** 0.5
-
-    def to_go(history: Trajectory, at: int) -> float:
-        return sum(t.reward * gamma**k for k, t in enumerate(history.turns[at:]))
-
-    def state(history: Trajectory, at: int) -> tuple[int, ...]:
-        return history.turns[at - 1].observation_ids if at else history.prompt_ids
-
-    every, out = [h for episode in episodes for h in episode.histories()], []
-    for history in every:
-        group = [h for h in every if h.group == history.group and h.outcome != "error"]
-        firsts = [h for h in group if h.branch == 0]
-        for at, own in enumerate(history.turns):
-            if history.outcome == "error":
-                found = 0.0
-            elif advantage == "group_turn":
-                last = max([0, *(k for k in range(9) if sum(len(h.turns) > k for h in firsts) > 1)])
-                place = min(at, last)
-                among = [to_go(h, k) for h in firsts for k in range(len(h.turns)) if min(k, last) == place]
-                found = scaled(to_go(history, at), among)
-                if history.branch:
-                    found = scaled(history.reward, [h.reward for h in firsts])
-            else:
-                same = [
-                    (h, k) for h in group for k in range(len(h.turns)) if state(h, k) == state(history, at)
-                ]
-                of_state = [to_go(h, k) for h, k in same] if state(history, at) else [0.0]
-                of_episode = scaled(history.reward, [h.reward for h in firsts])
-                found = of_episode + weight * scaled(to_go(history, at), of_state)
-            out += [found] * len(own.token_ids)
-    return out
-
-
 @pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("advantage", ["group_turn", "gigpo"])
 def test_advantages_are_those_of_the_definition_for_any_episodes(advantage: str, seed: int) -> None:
@@ -175,8 +138,21 @@ def test_advantages_are_those_of_the_definition_for_any_episodes(advantage: str,
         for _ in range(generator.randrange(1, 10))
     ]
     weight = 0.5 if advantage == "gigpo" else 1.0
-    found = advantages(played, advantage=advantage, gamma=0.75, turn_weight=weight)
-    assert found == pytest.approx(defined(played, advantage, 0.75, weight), abs=1e-5)
+    given = {"advantage": advantage, "gamma": 0.75, "turn_weight": weight}
+    episodes = defined([history for episode in played for history in episode.histories()], seed)
+    definition.estimate(episodes, settings(**given))
+    turns = [turn for episode in episodes for history in episode.histories for turn in history]
+    needed = [token.advantage for turn in turns for token in turn.acted]
+    assert advantages(played, **given) == pytest.approx(needed, abs=1e-5)
+
+
+@pytest.mark.parametrize("outcome", ["error", None])
+def test_the_turns_of_the_only_live_episode_of_a_task_are_not_compared(outcome: str | None) -> None:
+    """Discounting alone would give them advantages of 1.4 and -1.4."""
+    turns = (turn(0.0), turn(0.0), turn(1.0))
+    played = [Trajectory(TASK, PROMPT, turns, "ok")]
+    played += [Trajectory(TASK, PROMPT, turns, "error")] if outcome else []
+    assert not any(advantages(played, advantage="group_turn", gamma=0.5))
 
 
 def test_a_turn_has_the_state_of_the_tokens_that_it_answers() -> None:

@@ -57,6 +57,20 @@ def judged(check: str, holds: bool, measured: str, remedy: str) -> Checked:
     return Checked(check, "ok", measured) if holds else Checked(check, "fails", measured, remedy)
 
 
+def first_wrong(
+    what: str, own: Sequence[float], needed: Sequence[float], tolerance: float = 0.0
+) -> list[str]:
+    """Return one line for the first token with another value than needed; none if there is no such token."""
+    if len(own) != len(needed):
+        return [f"{len(own):,} action tokens with a {what}, {len(needed):,} were generated"]
+    pairs = enumerate(zip(own, needed, strict=True))
+    wrong = [t for t, (a, b) in pairs if not abs(a - b) <= tolerance * max(1.0, abs(b))]
+    if not wrong:
+        return []
+    t = wrong[0]
+    return [f"{what}: {len(wrong):,} of {len(own):,} tokens; token {t} has {own[t]:g}, not {needed[t]:g}"]
+
+
 @dataclass(frozen=True)
 class Agreement:
     """Engine and trainer on the same tokens."""

@@ -115,7 +115,7 @@ def compared(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank
     bound = 0.0
     for number in range(1, STEPS + 1):
         _compute(trial, batch)
-        norm, own = trainer.reduce(), _norm(held)
+        norm, own = trainer.reduce(), norm_of(held)
         if not abs(norm - own) <= SHARE * own:
             problems.append(f"the norm that clips is {norm:.6g}, that of all gradients {own:.6g}")
         if number == 1:
@@ -189,7 +189,7 @@ def _compute(trial: Trial, batch: EstimatedBatch) -> None:
     forward_backward(trial.trainer.model, packed, loss(of_policy, every))
 
 
-def _norm(held: Sequence[OptimizerTensor]) -> float:
+def norm_of(held: Sequence[OptimizerTensor]) -> float:
     """Return the norm of the gradients of all ranks, each number counted once. Collective."""
     total = torch.zeros((), dtype=torch.float64)
     for tensor in held:

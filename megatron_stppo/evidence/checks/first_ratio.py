@@ -26,7 +26,9 @@ def first_ratio(stage: Stage) -> Iterator[Checked]:
     config, actor = stage.config, stage.actor
     scoring = config.changed(update={"old_logprob": "score"}, algorithm={"old_policy": "score"})
     stage.rollouts.load_for("score")
-    scored = score(replace(stage.learner, config=scoring), stage.batch)
+    # with routing_replay=old_policy, scoring records experts, and must not find those that it recorded before
+    fresh = stage.batch if config.replays_rollout else replace(stage.batch, routes_P=None)
+    scored = score(replace(stage.learner, config=scoring), fresh)
     batch = UpdatedBatch.of(scored, advantage_T=stage.random_T(0))
     stage.rollouts.load_for("update")
     largest, tokens = 0.0, 0

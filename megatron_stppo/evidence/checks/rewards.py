@@ -6,11 +6,9 @@ exact. What is expected is computed from the numbers of tokens alone, in plain P
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
-from statistics import fmean, pvariance
 from typing import Any, TypeVar
 
 import torch
@@ -21,11 +19,11 @@ from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.observed import with_observations
 from megatron_stppo.data.packing import groups_of
-from megatron_stppo.evidence.bench.stage import Checked, Stage, judged
+from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged
 from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.stages import distribute
 
-LAND, GROUP = "rewards land", "group advantages are right"
+LAND = "rewards land"
 Rewards = Sequence[Sequence[float]]  # of every turn of every trajectory
 T = TypeVar("T", Summary, Trajectory)
 # without the terms that have checks or inputs of their own
@@ -53,26 +51,12 @@ def landing(stage: Stage) -> Iterator[Checked]:
         assert with_values.return_T is not None
         needed = expected(played.every, rewards, gae)
         for name, value_T in (("advantage", with_values.advantage_T), ("return", with_values.return_T)):
-            wrong += _first_wrong(f"{name} with lambda {lam:.0f}", value_T.tolist(), needed)
+            wrong += first_wrong(f"{name} with lambda {lam:.0f}", value_T.tolist(), needed)
     yield judged(
         LAND,
         not wrong,
         wrong[0] if wrong else f"{tokens:,} action tokens of {len(played.every)} episodes ({compared})",
         "environment, algorithm: report this line; a reward is credited to tokens that did not earn it",
-    )
-    if plain.advantage == "gae":
-        return
-    if plain.advantage not in ("group", "group_mean"):
-        yield Checked(GROUP, "skipped", f"algorithm.advantage={plain.advantage} has no short definition")
-        return
-    grouped = estimate(ScoredBatch.of(batch), plain, groups_of(played.every))
-    relative = _relative(played.every, rewards, plain.advantage == "group")
-    wrong = _first_wrong("advantage", grouped.advantage_T.tolist(), relative, tolerance=1e-6)
-    yield judged(
-        GROUP,
-        not wrong,
-        wrong[0] if wrong else f"{tokens:,} action tokens",
-        "algorithm.advantage: report this line; advantages are not relative to the group",
     )
 
 
@@ -125,23 +109,6 @@ def expected(every: Sequence[Summary], rewards: Rewards, algorithm: AlgorithmCon
     return [value for turn in reversed(out) for value in reversed(turn)]
 
 
-def _relative(every: Sequence[Summary], rewards: Rewards, normalised: bool) -> list[float]:
-    """Return the outcome of each trajectory's tokens relative to the first histories of its group."""
-    of_group: dict[int, list[float]] = {}
-    for summary, own in zip(every, rewards, strict=True):
-        if summary.outcome not in FAILED and summary.turns and not summary.branch:
-            of_group.setdefault(summary.group, []).append(math.fsum(own))
-    out: list[float] = []
-    for summary, own in zip(every, rewards, strict=True):
-        others, value = of_group.get(summary.group, [0.0]), 0.0
-        if summary.outcome not in FAILED:
-            mean, variance = fmean(others), pvariance(others)
-            value = (math.fsum(own) - mean) / (math.sqrt(variance + 1e-8) if normalised else 1.0)
-            value = value if variance else 0.0
-        out += [value] * sum(turn.tokens for turn in summary.turns)
-    return out
-
-
 def _credited(stage: Stage) -> list[str]:
     """Return where the episodes have other rewards than their environments gave, or the batch has others
     than the episodes."""
@@ -156,7 +123,7 @@ def _credited(stage: Stage) -> list[str]:
             wrong.append(f"episode {n}: rewards {rewards}, and its environment gave {record.rewards}")
     turns = (turn for trajectory in stage.episodes for turn in trajectory.summary.turns)
     at_ends = [reward for turn in turns for reward in (*[0.0] * (turn.tokens - 1), turn.reward)]
-    return wrong + _first_wrong("reward", stage.batch.reward_T.tolist(), at_ends)
+    return wrong + first_wrong("reward", stage.batch.reward_T.tolist(), at_ends)
 
 
 def _valued(batch: DividedBatch, algorithm: AlgorithmConfig) -> ScoredBatch:
@@ -165,17 +132,3 @@ def _valued(batch: DividedBatch, algorithm: AlgorithmConfig) -> ScoredBatch:
     if algorithm.gae_observations:
         value_R = torch.zeros(len(with_observations(batch).reward_T))
     return ScoredBatch.of(batch, value_T=torch.zeros_like(batch.reward_T), value_R=value_R)
-
-
-def _first_wrong(
-    what: str, own: Sequence[float], needed: Sequence[float], tolerance: float = 0.0
-) -> list[str]:
-    """Return one line for the first token with another value than needed; none if there is no such token."""
-    if len(own) != len(needed):
-        return [f"{len(own):,} action tokens with a {what}, {len(needed):,} were generated"]
-    pairs = enumerate(zip(own, needed, strict=True))
-    wrong = [t for t, (a, b) in pairs if not abs(a - b) <= tolerance * max(1.0, abs(b))]
-    if not wrong:
-        return []
-    t = wrong[0]
-    return [f"{what}: {len(wrong):,} of {len(own):,} tokens; token {t} has {own[t]:g}, not {needed[t]:g}"]

@@ -1,0 +1,161 @@
+"""Checks that advantages are those of the definition: with the run's own settings, on planted episodes.
+
+Values, log-probs and rewards are random. Some episodes failed, are cut off, have no turns or several
+histories; in some tasks one episode lives, or none, or all have the same reward.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.algorithm.own import OwnAdvantage
+from megatron_stppo.base.types import FAILED, Branch, Outcome, ScoredBatch, Task, Trajectory, Turn
+from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.data.packing import groups_of, to_batch
+from megatron_stppo.evidence import definition
+from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged
+from megatron_stppo.training.advantage import estimate, has_signal
+
+ADVANTAGES = "advantages are the formula"
+USUAL = 4.0  # a usual deviation that limits whitening
+EACH = 4  # episodes of a task
+# outcomes of the episodes of each task; "": no turns
+OUTCOMES: tuple[tuple[str, ...], ...] = (
+    ("ok", "wrong", "truncated", "ok"),
+    ("error", "wrong", "timeout", ""),
+    ("ok", "wrong", "wrong", "error"),
+    ("timeout", "error", "", "error"),
+    ("truncated", "ok", "wrong", ""),
+)
+FAR = 1e-4  # allowed, relative to the number or to 1
+
+
+def advantages(stage: Stage) -> Iterator[Checked]:
+    """Compare advantages, returns and signals with the definition; equal on every rank."""
+    yield finding(stage.config.algorithm, stage.config.run.seed, stage.own.advantage)
+
+
+def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> Checked:
+    wrong, tokens = list[str](), 0
+    for equal, usual in ((False, 0.0), (False, USUAL), (True, 0.0)):
+        trajectories = planted(67, len(OUTCOMES), seed, equal)
+        episodes = defined(trajectories, seed)
+        batch, group_N = scored(trajectories, episodes), groups_of([t.summary for t in trajectories])
+        out = estimate(batch, a, group_N, own, usual)
+        called = None if own is None else _plain(own)
+        deviation = definition.estimate(episodes, a, usual, called)
+        acted = [token for turn in _turns(episodes) for token in turn.acted]
+        pairs: list[tuple[str, Tensor | None, list[float]]] = [
+            ("advantage", out.advantage_T, [token.advantage for token in acted])
+        ]
+        if a.advantage == "gae":
+            pairs.append(("return", out.return_T, [token.target for token in acted]))
+        if a.gae_observations:
+            every = [token.target for token in definition.every_token(episodes, a)]
+            pairs.append(("return with observations", out.return_R, every))
+        numbers = [deviation, float(definition.signals(episodes, a, called))]
+        signal = has_signal(out, a, group_N, own)
+        pairs.append(("deviation or signal", torch.tensor([out.deviation, float(signal)]), numbers))
+        live = [float(e.lives(a)) for e in episodes for _ in e.histories]
+        pairs.append(("live", out.live_N.float(), live))
+        for name, column, needed in pairs:
+            own_numbers = [] if column is None else column.tolist()
+            wrong += first_wrong(f"{name}, usual deviation {usual:g}", own_numbers, needed, FAR)
+        tokens += len(acted)
+    return judged(
+        ADVANTAGES,
+        not wrong,
+        wrong[0] if wrong else f"{tokens:,} action tokens of planted episodes",
+        f"algorithm.advantage={a.advantage}: report this line; the advantages are not those of the docs",
+    )
+
+
+def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Trajectory]:
+    """Return random histories of EACH episodes of each task. equal: all have the reward 1."""
+    draw = random.Random(seed)
+    read = [tuple(draw.randrange(vocab) for _ in range(n)) for n in (0, 3, 5)]  # so that states repeat
+
+    def turn(reward: float) -> Turn:
+        ids = tuple(draw.randrange(vocab) for _ in range(draw.choice((1, 1, 2, 3, 5, 9))))
+        return Turn(ids, (-1.0,) * len(ids), draw.choice(read), reward, ((0, len(ids)),))
+
+    def turns(last: float) -> tuple[Turn, ...]:
+        before = [0.0 if equal else draw.choice((0.0, 0.0, 0.5, -0.25)) for _ in range(draw.randrange(4))]
+        return tuple(map(turn, (*before, last)))
+
+    histories = list[Trajectory]()
+    for number in range(tasks * EACH):
+        group, place = divmod(number, EACH)
+        task, prompt = Task("formula", (), ("",), "train", group), (group % vocab, 1, 2)
+        outcome = OUTCOMES[group % len(OUTCOMES)][place]
+        reward = 1.0 if equal else draw.choice((0.0, 1.0, 1.0, 0.25))
+        own = turns(reward) if outcome else ()
+        branches = tuple(
+            Branch((3, 1), turns(reward)) for _ in range(2 if outcome == "ok" and group != 1 else 0)
+        )
+        of: Outcome = outcome or "error"  # type: ignore[assignment]  # the names are those of Outcome
+        histories += Trajectory(task, prompt, own, of, group, branches=branches).histories()
+    return histories
+
+
+def defined(histories: Sequence[Trajectory], seed: int) -> list[definition.Episode]:
+    """Return the episodes as the definition reads them, with random values and log-probs."""
+    draw, episodes = torch.Generator().manual_seed(seed), list[definition.Episode]()
+    for history in histories:
+        failed = history.outcome in FAILED
+
+        def token(failed: bool = failed) -> definition.Token:
+            value, old, reference = torch.randn(3, generator=draw).tolist()
+            broken = float("nan")  # what failed may hold anything
+            return (
+                definition.Token(broken, old, broken) if failed else definition.Token(value, old, reference)
+            )
+
+        own = list[definition.Turn]()
+        for n, turn in enumerate(history.turns):
+            before = history.turns[n - 1].observation_ids if n else history.prompt_ids
+            tokens = [[token() for _ in ids] for ids in (turn.token_ids, turn.observation_ids)]
+            own.append(definition.Turn(tokens[0], tokens[1], turn.reward, hash(before) if before else 0))
+        if history.branch:
+            episodes[-1].histories.append(own)
+        else:
+            episodes.append(definition.Episode(history.group, [own], history.outcome))
+    return episodes
+
+
+def scored(histories: Sequence[Trajectory], episodes: Sequence[definition.Episode]) -> ScoredBatch:
+    """Return the batch of the histories, with the numbers of the tokens of the episodes."""
+    turns = _turns(episodes)
+
+    def column(name: str, observed: bool = False) -> Tensor:
+        tokens = chain.from_iterable(turn.acted + turn.read if observed else turn.acted for turn in turns)
+        return torch.tensor([getattr(token, name) for token in tokens], dtype=torch.float32)
+
+    return ScoredBatch.of(
+        to_batch(histories),
+        epochs=(),
+        old_logprob_T=column("old"),
+        reference_logprob_T=column("reference"),
+        value_T=column("value"),
+        value_R=column("value", observed=True),
+    )
+
+
+def _turns(episodes: Sequence[definition.Episode]) -> list[definition.Turn]:
+    return [turn for episode in episodes for history in episode.histories for turn in history]
+
+
+def _plain(own: OwnAdvantage) -> definition.OwnAdvantage:
+    """Return the user's function for lists of numbers."""
+
+    def call(results: list[float], tasks: list[int], counted: list[bool]) -> list[float]:
+        results_N = torch.tensor(results, dtype=torch.float64)
+        advantage_N: list[float] = own(results_N, torch.tensor(tasks), torch.tensor(counted)).tolist()
+        return advantage_N
+
+    return call

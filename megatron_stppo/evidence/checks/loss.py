@@ -1,0 +1,336 @@
+"""Checks that the steps of the actor are those of the definition: each weight, term, derivative and rate.
+
+The model is built for this. Its log-probs and entropies are compared with its logits in float64; old
+log-probs, advantages and the controllers' state are planted. The learning rate is so small that no weight
+changes, so that all steps of an iteration can be predicted. It is done with the run's settings, and with all
+terms on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, pairwise
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_stppo.algorithm.own import OwnLoss
+from megatron_stppo.algorithm.rate import StepMemory
+from megatron_stppo.base.types import FAILED, EstimatedBatch, Minibatch, Trajectory
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.config import AlgorithmConfig, Config
+from megatron_stppo.data.packing import Microbatch, to_batch
+from megatron_stppo.evidence import definition
+from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank
+from megatron_stppo.evidence.bench.trial import Counted, Trial
+from megatron_stppo.evidence.checks.adamw import norm_of, tensors
+from megatron_stppo.evidence.checks.advantages import OUTCOMES, planted
+from megatron_stppo.model.learner import Learner
+from megatron_stppo.model.offload import Offloader
+from megatron_stppo.model.pipeline import forward_backward, logprobs
+from megatron_stppo.model.policy_head import ActionTokens
+from megatron_stppo.parallel.groups import MeshRank
+from megatron_stppo.training.stages import divided, update
+from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
+from megatron_stppo.weights.sharding.hf_names import ModelShape
+
+LOSS = "the loss is the formula"
+RATE = 1e-30  # moves no weight by a bit
+STILL = {"lr": RATE, "warmup_fraction": 0.0, "weight_decay": 0.0, "grad_clip": 1e30}
+DEVIATION = 2.0  # of the planted advantages
+# allowed, relative to the largest number of a column: formulas; what passes through the model
+FAR, ROUNDED = 1e-4, {torch.float32: 1e-3, torch.bfloat16: 3e-2}
+
+
+def loss(stage: Stage) -> Iterator[Checked]:
+    """Compare the steps of an iteration with the definition. Collective."""
+    stage.rollouts.load_for("score")  # the engine releases its memory
+    chosen = [sorted(chain(*(minibatch.chosen for minibatch in epoch))) for epoch in stage.batch.epochs]
+    if any(numbers != list(range(len(stage.episodes))) for numbers in chosen):
+        yield Checked(LOSS, "fails", "an epoch does not have every episode once", "update.minibatches")
+        return
+    yield finding(stage.config, stage.learner.shape, stage.learner.mesh, stage.own.loss)
+
+
+def finding(config: Config, shape: ModelShape, mesh: MeshRank, own: OwnLoss | None = None) -> Checked:
+    """Return the line of a model that is built for this. Collective."""
+    played = planted(shape.vocab, max(len(OUTCOMES), mesh.data_size), config.run.seed)
+    tokens = sum(len(trajectory.token_ids) for trajectory in played)
+    half = tokens // (2 * config.update.minibatches * mesh.data_size) + 1
+    off = {"routing_replay": "off", "gae_observations": False}
+    config = config.changed(update={"actor": STILL, "tokens_per_microbatch": half}, algorithm=off)
+    trial, wrong = Trial.of("actor", config, shape, mesh, process.dtype(config)), list[str]()
+    a = config.algorithm
+    for name, algorithm in (("these settings", a), ("all terms", everything(a))):
+        of_settings = replace(trial, config=config.changed(algorithm=algorithm))
+        wrong += [f"{line} ({name})" for line in Iteration.of(of_settings, played, own).wrong()]
+    every = of_every_rank(wrong)
+    return judged(
+        LOSS,
+        not every,
+        every[0] if every else f"{tokens:,} tokens, {config.update.minibatches} minibatches, {a.named()}",
+        "algorithm, update.minibatches: report this line; a step is not that of docs/algorithms.md",
+    )
+
+
+def everything(a: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the algorithm with the terms that it does not have and that fit."""
+    more: dict[str, object] = {"entropy_coefficient": a.entropy_coefficient or 0.01}
+    if a.kl_in == "reward" or not a.kl_coefficient:
+        more |= {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1}
+    if a.old_policy == "score" and a.mismatch == "off":
+        more |= {"mismatch": "mask"}
+    if a.select == "probability":
+        more |= {"select_bound": 1e-12}  # the probabilities of random tokens change by little
+    if a.clips and a.correction == "off":
+        more |= {"correction": "logit"}
+    return a.changed(**more, **({"rate": "kl"} if a.rate == "constant" else {}))
+
+
+@dataclass(frozen=True)
+class WatchedLoss(ActorLoss):
+    """The actor's loss, which records the tokens of the steps: a row for each of COLUMNS."""
+
+    seen: Tensor = field(kw_only=True)  # float64 [len(COLUMNS), T]
+
+    def terms(self, tokens: ActionTokens) -> tuple[Tensor, Tensor]:
+        value, sums = super().terms(tokens)
+        leaves = (tokens.logprob_T, tokens.entropy_T)
+        slopes = [_derivative(value, leaf) for leaf in leaves]
+        biased = self.bias_terms(tokens)[0] if self.own is None else value * 0
+        columns = (*leaves, tokens.sum_p_sq_T, *slopes, _derivative(-biased, leaves[0]))
+        for row, column in zip(self.seen, columns, strict=False):
+            row[tokens.rows_T] = column.detach().double().cpu()
+        self.seen[-1, tokens.rows_T] += 1
+        return value, sums
+
+
+COLUMNS = ("log-prob", "entropy", "sum p^2", "dloss/dlogprob", "dloss/dentropy", "clipped part", "count")
+
+
+def _derivative(value: Tensor, leaf: Tensor) -> Tensor:
+    found = torch.autograd.grad(value, leaf, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return found[0]
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """The steps of an iteration on planted episodes."""
+
+    trial: Trial
+    learner: Learner
+    played: Sequence[Trajectory]
+    batch: EstimatedBatch
+    own: OwnLoss | None
+    memory: StepMemory  # before
+
+    @classmethod
+    def of(cls, trial: Trial, played: Sequence[Trajectory], own: OwnLoss | None) -> Iteration:
+        trainer, a = trial.trainer, trial.config.algorithm
+        models = (trainer.chunks, trainer, None, None, trial.packer, Offloader({}, None, "none"))
+        learner = Learner(trial.config, trial.mesh, trial.shape, *models)
+        batch = divided(learner, to_batch(played), 0)
+        own_T = logprobs(trainer.model, trial.head, batch, trial.packer, batch.epochs[0])
+        draw = torch.Generator().manual_seed(trial.config.run.seed)
+
+        def normal_T(scale: float) -> Tensor:
+            return torch.randn(len(own_T), generator=draw) * scale
+
+        # some turns and some whole histories are far from the old policy
+        far_S = (torch.randint(-2, 3, (len(batch.state_S),), generator=draw) / 2).trunc() * 1.3
+        far_N = (torch.randint(-2, 3, (len(played),), generator=draw) / 2).trunc() * 0.5
+        lengths_S, lengths_N = batch.turn_offsets.diff(), batch.action_offsets.diff()
+        away_T = far_S.repeat_interleave(lengths_S) + far_N.repeat_interleave(lengths_N) + normal_T(0.3)
+        old_T = own_T - away_T * (1.0 if a.pooling == "mean" else 0.1)
+        engine_T = old_T.clone() if a.old_policy == "behaviour" else old_T + normal_T(0.5)
+        estimated = EstimatedBatch.of(
+            replace(batch, rollout_logprob_T=engine_T),
+            old_logprob_T=old_T,
+            reference_logprob_T=own_T + normal_T(0.5),
+            advantage_T=normal_T(1.0).masked_fill(~batch.live_T, 0),
+            deviation=DEVIATION,
+        )
+        return cls(trial, learner, played, estimated, own, StepMemory(0.5, 9 * a.rate_kl, 1.5, 3))
+
+    def wrong(self) -> Iterator[str]:
+        """Yield what differs. Collective."""
+        trainer, a = self.trial.trainer, self.trial.config.algorithm
+        steps = [minibatch for epoch in self.batch.epochs for minibatch in epoch]
+        rows, factor, last = list[dict[str, float]](), self.memory.rate_scale, (0.0, 1.0)
+        trained = torch.zeros(len(self.batch.live_N))
+        for index, minibatch in enumerate(steps):
+            trainer.memory = self.memory
+            weight_T = minibatch_weights(self.batch, minibatch.chosen, a)
+            seen = torch.zeros(len(COLUMNS), len(weight_T), dtype=torch.float64)
+            watched = WatchedLoss(self.batch, weight_T, a, self.trial.head, self.own, seen=seen)
+            metrics = actor_step(
+                trainer, watched, minibatch, self.trial.packer, True, index, len(steps)
+            ).metrics
+            self._reduce(seen)
+            trained[list(minibatch.chosen)] += 1
+            sample, at = self._sample(seen, minibatch), f"minibatch {index + 1}"
+            own = self.own if a.own_loss else None
+            step = definition.step(sample, a, own)
+            if not index:
+                yield from self._distribution(seen, minibatch)
+            rows_of_step = dict(zip(COLUMNS, seen, strict=True))
+            for name, found, needed in (
+                ("c_t", weight_T.double(), step.weight),
+                ("dloss/dlogprob", rows_of_step["dloss/dlogprob"], step.slope),
+                ("dloss/dentropy", rows_of_step["dloss/dentropy"], step.slope_entropy),
+                ("clipped part", rows_of_step["clipped part"], step.removed),
+            ):
+                yield from _apart(f"{name} of {at}", found, needed, FAR)
+            numbers = step.numbers | self._scaled(step, minibatch)
+            for name, number in numbers.items():
+                yield from self._number(f"{name} of {at}", metrics[name], number)
+            factor = definition.rate(
+                a, index, len(steps), factor, definition.capped_kl(sample, step.weight), self.memory.kl_after
+            )
+            on_rate = 1.0 if a.correction_apply == "gradient" else numbers["actor/correction_scale"]
+            effective = {"actor/rate_scale": factor, "actor/effective_lr": RATE * factor * on_rate}
+            rows.append(numbers | effective)
+            on_gradient = numbers["actor/correction_scale"] if a.correction_apply == "gradient" else 1.0
+            last = (numbers["actor/gradient_norm"] * on_gradient, effective["actor/effective_lr"])
+        if not bool((trained == self.trial.config.update.epochs).all()):
+            yield "an epoch does not have every episode once"
+        yield from self._updated(rows, factor, last)
+
+    def _updated(
+        self, rows: Sequence[dict[str, float]], factor: float, last: tuple[float, float]
+    ) -> Iterator[str]:
+        """Yield what differs after a whole update. last: norm of the gradient of Adam, and its rate."""
+        trainer, iteration = self.trial.trainer, self.trial.config.update.critic_only
+        trainer.memory = self.memory
+        row, ratios, _ = update(self.learner, self.batch, iteration, False, self.own)
+        for name in rows[0]:
+            number = fmean(each[name] for each in rows)
+            yield from self._number(f"{name} of the update", row[name], number)
+        if ratios is None or not bool(ratios.chosen_T.all()):
+            yield "the update has not computed every token"
+        norm, rate = last
+        for group in trainer.optimizer.param_groups:
+            yield from self._number("the optimizer's rate / 1e-30", group["lr"] / RATE, rate / RATE)
+        applied = norm_of(tensors(trainer, Counted.of(self.trial)))
+        yield from self._number("the norm of the optimizer's gradient", applied, norm)
+        before, after = self.memory, trainer.memory
+        mean = (before.deviation * before.whitened + DEVIATION) / (before.whitened + 1)
+        for name, found, needed in (
+            ("factor of the rate", after.rate_scale, factor),
+            ("KL after the update", after.kl_after, 0.0),
+            ("usual deviation", after.deviation, mean),
+        ):
+            yield from self._number(f"remembered {name}", found, needed)
+
+    def _number(self, name: str, found: float, needed: float) -> list[str]:
+        allowed = ROUNDED[process.dtype(self.trial.config)] * max(abs(needed), 1e-3)
+        return [] if abs(found - needed) <= allowed else [f"{name}: {found:.6g}, not {needed:.6g}"]
+
+    def _scaled(self, step: definition.Step, minibatch: Minibatch) -> dict[str, float]:
+        """Return the numbers that need gradients of the model. Collective."""
+        a = self.trial.config.algorithm
+        gradient = self._norm(minibatch, step.slope, step.slope_entropy)
+        clipped = step.numbers["actor/clip_fraction"]
+        exact = self._norm(minibatch, step.removed) if a.correction == "gradient" and clipped else 0.0
+        corrects = a.correction != "off" and clipped
+        norm = definition.bias_norm(step, a, gradient, exact) if corrects else 0.0
+        return {
+            "actor/gradient_norm": gradient,
+            "actor/clipping_bias": norm,
+            "actor/correction_scale": definition.scale(norm, clipped, a),
+        }
+
+    def _norm(self, minibatch: Minibatch, slope_T: Tensor, of_entropy_T: Tensor | None = None) -> float:
+        """Return the norm of the gradient of a loss with these derivatives. Collective."""
+        trainer, head = self.trial.trainer, self.trial.head
+
+        def terms(tokens: ActionTokens) -> tuple[Tensor, Tensor]:
+            rows, like = tokens.rows_T, tokens.logprob_T
+            value = (slope_T[rows].to(like) * like).sum()
+            if of_entropy_T is not None:
+                value = value + (of_entropy_T[rows].to(like) * tokens.entropy_T).sum()
+            return value, value.detach().reshape(1)
+
+        trainer.zero()
+        packed = self.trial.packer.pack(self.batch, minibatch)
+        forward_backward(trainer.model, packed, lambda hidden, part: head.loss(hidden, part, terms)[:2])
+        return trainer.reduce()
+
+    def _distribution(self, seen: Tensor, minibatch: Minibatch) -> Iterator[str]:
+        """Yield which log-probs, entropies and sums of p^2 are not those of the logits. Collective."""
+        packed, exact = self.trial.packer.pack(self.batch, minibatch), torch.zeros_like(seen[:3])
+
+        def of_logits(hidden: Tensor, part: Microbatch) -> tuple[Tensor, Tensor]:
+            return hidden.new_zeros(()), self._statistics(hidden, part)
+
+        records = forward_backward(self.trial.trainer.model, packed, of_logits, trains=False)
+        for part, record in zip(packed, records, strict=False):
+            exact[:, part.rows_T] = record.cpu()
+        self._reduce(exact)
+        far = ROUNDED[process.dtype(self.trial.config)]
+        for name, found, needed in zip(COLUMNS, seen, exact, strict=False):
+            yield from _apart(name, found, needed, far)
+
+    def _statistics(self, hidden: Tensor, part: Microbatch) -> Tensor:
+        """Return log-prob, entropy and sum of p^2 of each token, in float64 from the model's logits."""
+        head, mesh = self.trial.head, self.trial.mesh
+        assert head.weight is not None
+        factors = (hidden.float(), head.weight.float()) if head.float32_logits else (hidden, head.weight)
+        local = (factors[0] @ factors[1].t()).contiguous()
+        shards = [torch.empty_like(local) for _ in range(mesh.tensor_size)]
+        dist.all_gather(shards, local, group=mesh.tensor_group)
+        logits = (
+            torch.cat(shards, dim=1)[:, : head.vocab_size].double() / self.trial.config.rollout.temperature
+        )
+        log_p = logits.log_softmax(1)
+        p = log_p.exp()
+        own = log_p.gather(1, part.target_T[:, None])[:, 0]
+        return torch.stack([own, -(p * log_p).sum(1), p.square().sum(1)])
+
+    def _reduce(self, rows: Tensor) -> None:
+        """Add up the rows of the ranks, each of which has some tokens, in place."""
+        if not self.trial.mesh.is_last_stage:
+            rows.zero_()
+        dist.all_reduce(rows, group=self.trial.mesh.token_group)
+        dist.all_reduce(rows, group=self.trial.mesh.pipeline_group)
+
+    def _sample(self, seen: Tensor, minibatch: Minibatch) -> definition.Sample:
+        batch, lengths = self.batch, [sum(len(turn.token_ids) for turn in t.turns) for t in self.played]
+        counted = [
+            n in minibatch.chosen and bool(t.turns) and t.outcome not in FAILED
+            for n, t in enumerate(self.played)
+        ]
+        columns = (batch.old_logprob_T, batch.reference_logprob_T, batch.rollout_logprob_T, batch.advantage_T)
+        old, reference, engine, advantage = (x.double() for x in columns if x is not None)
+        of_episodes = list[int]()
+        for trajectory, length in zip(self.played, lengths, strict=True):
+            if trajectory.branch:
+                of_episodes[-1] += length
+            else:
+                of_episodes.append(length)
+        return definition.Sample(
+            seen[0],
+            old,
+            reference,
+            engine,
+            advantage,
+            seen[1],
+            seen[2],
+            torch.tensor(counted).repeat_interleave(torch.tensor(lengths)),
+            _slices(len(turn.token_ids) for trajectory in self.played for turn in trajectory.turns),
+            _slices(lengths),
+            _slices(of_episodes),
+        )
+
+
+def _slices(lengths: Iterable[int]) -> list[slice]:
+    return [slice(*pair) for pair in pairwise(accumulate(lengths, initial=0))]
+
+
+def _apart(name: str, found: Tensor, needed: Tensor, far: float) -> list[str]:
+    """Return the first token that differs by more than `far` of the largest number."""
+    most = max(float(needed.abs().max()), 1e-12)
+    return first_wrong(f"{name} / {most:.3g}", (found / most).tolist(), (needed / most).tolist(), far)

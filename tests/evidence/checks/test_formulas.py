@@ -1,0 +1,141 @@
+"""Mistakes in the formulas, each of one line of the program, and the row of `verify` that finds them."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from importlib import import_module
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_stppo.algorithm.variants import VARIANTS
+from megatron_stppo.cluster.launch import process
+from tests.evidence.checks import bench
+from tests.ranks import run_ranks
+
+GRPO, LONG = {"preset": "grpo"}, {"overlong_from": 3, "overlong_to": 9}
+GAE = {"preset": "ppo", "gamma": 0.9, "lam": 0.8}
+TURNS = {"preset": "st_ppo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5}
+KL = {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1}
+PAPER = {"preset": "st_ppo", "correction_floor": 0.1, "correction_unit": "mean", "correction_strength": 3.0}
+
+# (settings of the section `algorithm`, where, a line, the mistaken one); what each does is seen from the two
+OF_ADVANTAGES: tuple[tuple[dict[str, Any], str, str, str], ...] = (
+    (GAE, "algorithm.gae:token_level", ".masked_fill(remaining_T[:-1] == 0, 0)", ""),
+    (GAE, "algorithm.gae:token_level", "return advantage_T, advantage_T +", "return advantage_T, 0 *"),
+    (GAE, "training.advantage:estimate", "whole.live_T, usual", "torch.ones_like(whole.live_T), usual"),
+    (GAE, "algorithm.baselines:whitened", "min=LEAST * usual", "min=0"),
+    (GAE, "training.advantage:estimate", " and _rewards_vary(shaped)", ""),
+    (GAE, "training.advantage:with_kl_penalty", "return batch.reward_T -", "return batch.reward_T +"),
+    (GAE, "training.advantage:_gae", "gamma=algorithm.gamma", "gamma=algorithm.lam"),
+    (GAE | {"lam_critic": 1.0}, "training.advantage:_gae", "_, return_T", "advantage_T, _"),
+    (GAE | {"gae_level": "turn"}, "algorithm.gae:turn_level", "value_T[start_S]", "value_T[start_S + 1]"),
+    (GAE | {"truncated": "mask"}, "training.advantage:estimate", '== "mask"', '== "bootstrap"'),
+    (GAE | {"truncated": "bootstrap"}, "training.advantage:_gae", '== "bootstrap"', '== "mask"'),
+    (GAE | {"gae_histories": "chained"}, "training.advantage:_rewarded_once", "-batch", "0 * batch"),
+    (GAE | {"gae_histories": "discounted"}, "algorithm.gae:later_steps", "- offsets[1:]", "- offsets[:-1]"),
+    ({"preset": "sao"}, "algorithm.gae:of_length", "alpha * length_N", "length_N"),
+    (GAE | LONG, "training.advantage:_shaped", "first is None", "first is not None"),
+    (GRPO | LONG, "training.advantage:with_overlong_penalty", "tokens_N)[episode_N]", "tokens_N)"),
+    (GRPO, "training.advantage:_of_outcomes", "outcome_N, group_N, live_N", "outcome_N, 0 * group_N, live_N"),
+    (GRPO, "algorithm.baselines:group_relative", "live_N & first_N", "live_N"),
+    (GRPO, "algorithm.baselines:group_relative", "counted_N.double()", "torch.ones(len(group_N)).double()"),
+    (GRPO, "algorithm.baselines:group_relative", "(variance_N + EPSILON).sqrt()", "(variance_N + EPSILON)"),
+    ({"preset": "mini_rl"}, "training.advantage:_of_outcomes", '!= "group_mean"', '!= "group"'),
+    ({"preset": "gigpo"}, "training.advantage:_relative", "algorithm.gamma)", "1.0)"),
+    ({"preset": "gigpo", "turn_weight": 2.0}, "training.advantage:_relative", "algorithm.turn_weight * ", ""),
+    ({"preset": "gigpo"}, "algorithm.baselines:same_state", "group_N[owner_S]", "0 * owner_S"),
+    (GRPO | {"advantage": "group_turn"}, "algorithm.baselines:same_index", "alone_S)", "0 * alone_S)"),
+    ({"preset": "distil"}, "training.advantage:_over_actions", 'algorithm.gamma if', "1.0 if"),
+)  # fmt: skip
+STEP, LOSS = "training.update.actor_step:actor_step", "training.update.actor_step:ActorLoss."
+HEAD, WEIGHTS = "model.policy_head:PolicyHead.configured", "training.update.actor_step:minibatch_weights"
+OF_LOSS: tuple[tuple[dict[str, Any], str, str, str], ...] = (
+    (TURNS, LOSS + "surrogate", "dual_clip=a.dual_clip", "dual_clip=None"),
+    (TURNS, LOSS + "surrogate", "clip_length_power=power", "clip_length_power=0.0"),
+    (TURNS, LOSS + "surrogate", "clip_low, clip_high, power =", "clip_high, clip_low, power ="),
+    (TURNS | {"clip_decision": "segment"}, LOSS + "surrogate", "self.advantage", "self.batch.advantage"),
+    ({"preset": "gspo"}, HEAD, "config.algorithm.segments", '"turn"'),
+    (TURNS, HEAD, "config.rollout.temperature", "1.0"),
+    ({"preset": "sao"}, LOSS + "surrogate", 'a.select != "all"', 'a.select == "all"'),
+    ({"preset": "dppo"}, "algorithm.selection:leaving", "(rises_T & (change_T", "(rises_T & (-change_T"),
+    (TURNS, LOSS + "terms", "loss - a.entropy_coefficient", "loss + a.entropy_coefficient"),
+    (TURNS | KL, LOSS + "terms", "loss + a.kl_coefficient", "loss - a.kl_coefficient"),
+    (TURNS | KL, LOSS + "terms", "self.batch.reference_logprob_T", "self.batch.old_logprob_T"),
+    (TURNS | KL, "algorithm.penalties:k3", "= reference_logprob_T -", "= 2 * reference_logprob_T -"),
+    (TURNS, "algorithm.aggregation:token_weights", "live.sum()", "live.new_tensor(len(live))"),
+    (TURNS, WEIGHTS, "live_T & (factor_T != 0)", "live_T"),
+    (TURNS, WEIGHTS, " & chosen_tokens(batch, chosen)", ""),
+    (TURNS | {"mismatch": "truncate"}, WEIGHTS, "weight_T * factor_T", "weight_T"),
+    (TURNS, STEP, "else scale * factor", "else factor"),
+    ({"preset": "st_ppo", "correction_floor": 50.0}, STEP, "a.correction_floor)", "1.0)"),
+    (PAPER, STEP, "a.correction_strength * bias_norm", "bias_norm"),
+    (PAPER, STEP, "a.correction_unit, **sizes", '"relative", **sizes'),
+    ({"preset": "paper"}, STEP, "scale if on_gradient else 1.0,", "1.0,"),
+    (TURNS, "model.optimizer:Trainer.step", "self.learning_rate * rate_scale", "self.learning_rate"),
+    ({"preset": "kl"}, "algorithm.rate:kl", "given.kl > 2", "given.kl > 200"),
+    (TURNS, "training.stages:update", "hold, len(steps), count", "hold, 0, count"),
+    (TURNS, "data.division:minibatches", "len(episodes) * part", "(len(episodes) - 1) * part"),
+    ({"preset": "cispo"}, "algorithm.own:cispo", "clamp(low, high)", "clamp(low)"),
+)  # fmt: skip
+ROLLOUT = {"samples_per_task": 4, "temperature": 0.8}
+HEALTHY: tuple[dict[str, Any], ...] = (
+    *({"preset": name} for name in VARIANTS),
+    GAE, TURNS, PAPER, TURNS | KL, TURNS | KL | {"kl_estimator": "k2"}, GAE | LONG,
+)  # fmt: skip
+
+
+def plain(function: Any) -> Any:
+    """Return the function of a class method, or below a decorator."""
+    return inspect.unwrap(getattr(function, "__func__", function))
+
+
+def mistake(patch: pytest.MonkeyPatch, where: str, line: str, mistaken: str) -> None:
+    """Change one line of a function, wherever it has been imported."""
+    module, name = where.split(":")
+    function = plain(attrgetter(name)(import_module(f"megatron_stppo.{module}")))
+    source, names = textwrap.dedent(inspect.getsource(function)), dict(function.__globals__)
+    assert source.count(line) == 1, (where, line)
+    exec(source.replace(line, mistaken), names)
+    patch.setattr(function, "__code__", plain(names[function.__name__]).__code__)
+
+
+def look(model: str, settings: Any, plants: Any, given: dict[str, Any]) -> list[list[str]]:
+    """Return the lines of the failed rows, for each of the settings, and then for each plant."""
+    process.prepare(engine=False)
+    from megatron_stppo.config import Config
+    from megatron_stppo.evidence.checks import advantages, loss
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.training.update.own import Own
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+
+    section, shape, mesh, found = {"path": model} | given.pop("model", {}), read_shape(Path(model)), None, []
+    for algorithm, *plant in (*((each,) for each in settings), *plants):
+        sections = {"model": section, "algorithm": algorithm, "rollout": ROLLOUT}
+        config = Config.model_validate(sections | given)
+        mesh, own = mesh or groups.initialize(config.parallel), Own.of(config)
+        with pytest.MonkeyPatch.context() as patch:
+            mistake(patch, *plant) if plant else None
+            rows = [
+                advantages.finding(config.algorithm, 1, own.advantage),
+                loss.finding(config, shape, mesh, own.loss),
+            ]
+        found.append([f"{row.check}: {row.measured}" for row in rows if row.verdict == "fails"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "plants"), [("advantages are the formula", OF_ADVANTAGES), ("the loss is the formula", OF_LOSS)]
+)
+def test_mistakes_in_the_formulas_are_found(tmp_path: Path, row: str, plants: Any) -> None:
+    (found,) = run_ranks(look, 1, bench.write(tmp_path / "m"), (), plants, {}, timeout=300)
+    for plant, lines in zip(plants, found, strict=True):
+        assert lines and lines[0].startswith(row), (plant, lines)
+
+
+def test_healthy_settings_give_no_alarm(tmp_path: Path) -> None:
+    (found,) = run_ranks(look, 1, bench.write(tmp_path / "m"), HEALTHY, (), {}, timeout=300)
+    assert [lines for lines in found if lines] == []
