@@ -43,7 +43,7 @@ def advantages(stage: Stage) -> Iterator[Checked]:
 def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> Checked:
     wrong, tokens = list[str](), 0
     for equal, usual in ((False, 0.0), (False, USUAL), (True, 0.0)):
-        trajectories = planted(67, len(OUTCOMES), seed, equal)
+        trajectories = planted(67, 2 * len(OUTCOMES), seed, equal)
         episodes = defined(trajectories, seed)
         batch, group_N = scored(trajectories, episodes), groups_of([t.summary for t in trajectories])
         out = estimate(batch, a, group_N, own, usual)
