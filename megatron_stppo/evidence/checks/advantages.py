@@ -43,7 +43,7 @@ def advantages(stage: Stage) -> Iterator[Checked]:
 def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> Checked:
     wrong, tokens = list[str](), 0
     for equal, usual in ((False, 0.0), (False, USUAL), (True, 0.0)):
-        trajectories = planted(67, 2 * len(OUTCOMES), seed, equal)
+        trajectories = planted(67, 3 * len(OUTCOMES), seed, equal)
         episodes = defined(trajectories, seed)
         batch, group_N = scored(trajectories, episodes), groups_of([t.summary for t in trajectories])
         out = estimate(batch, a, group_N, own, usual)
@@ -103,32 +103,34 @@ def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Traj
     return histories
 
 
-def defined(histories: Sequence[Trajectory], seed: int) -> list[definition.Episode]:
+def defined(histories: Sequence[Trajectory], seed: int) -> list[definition.ExactEpisode]:
     """Return the episodes as the definition reads them, with random values and log-probs."""
-    draw, episodes = torch.Generator().manual_seed(seed), list[definition.Episode]()
+    draw, episodes = torch.Generator().manual_seed(seed), list[definition.ExactEpisode]()
     for history in histories:
         failed = history.outcome in FAILED
 
-        def token(failed: bool = failed) -> definition.Token:
+        def token(failed: bool = failed) -> definition.ExactToken:
             value, old, reference = torch.randn(3, generator=draw).tolist()
             broken = float("nan")  # what failed may hold anything
             return (
-                definition.Token(broken, old, broken) if failed else definition.Token(value, old, reference)
+                definition.ExactToken(broken, old, broken)
+                if failed
+                else definition.ExactToken(value, old, reference)
             )
 
-        own = list[definition.Turn]()
+        own = list[definition.ExactTurn]()
         for n, turn in enumerate(history.turns):
             before = history.turns[n - 1].observation_ids if n else history.prompt_ids
             tokens = [[token() for _ in ids] for ids in (turn.token_ids, turn.observation_ids)]
-            own.append(definition.Turn(tokens[0], tokens[1], turn.reward, hash(before) if before else 0))
+            own.append(definition.ExactTurn(tokens[0], tokens[1], turn.reward, hash(before) if before else 0))
         if history.branch:
             episodes[-1].histories.append(own)
         else:
-            episodes.append(definition.Episode(history.group, [own], history.outcome))
+            episodes.append(definition.ExactEpisode(history.group, [own], history.outcome))
     return episodes
 
 
-def scored(histories: Sequence[Trajectory], episodes: Sequence[definition.Episode]) -> ScoredBatch:
+def scored(histories: Sequence[Trajectory], episodes: Sequence[definition.ExactEpisode]) -> ScoredBatch:
     """Return the batch of the histories, with the numbers of the tokens of the episodes."""
     turns = _turns(episodes)
 
@@ -146,7 +148,7 @@ def scored(histories: Sequence[Trajectory], episodes: Sequence[definition.Episod
     )
 
 
-def _turns(episodes: Sequence[definition.Episode]) -> list[definition.Turn]:
+def _turns(episodes: Sequence[definition.ExactEpisode]) -> list[definition.ExactTurn]:
     return [turn for episode in episodes for history in episode.histories for turn in history]
 
 

@@ -229,7 +229,7 @@ class Iteration:
         allowed = ROUNDED[process.dtype(self.trial.config)] * max(abs(needed), 1e-3)
         return [] if abs(found - needed) <= allowed else [f"{name}: {found:.6g}, not {needed:.6g}"]
 
-    def _scaled(self, step: definition.Step, minibatch: Minibatch) -> dict[str, float]:
+    def _scaled(self, step: definition.ExactStep, minibatch: Minibatch) -> dict[str, float]:
         """Return the numbers that need gradients of the model. Collective."""
         a = self.trial.config.algorithm
         gradient = self._norm(minibatch, step.slope, step.slope_entropy)

@@ -43,7 +43,7 @@ OF_ADVANTAGES: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"preset": "sao"}, "algorithm.gae:of_length", "alpha * length_N", "length_N"),
     (GAE | LONG, "training.advantage:_shaped", "first is None", "first is not None"),
     (GRPO | LONG, "training.advantage:with_overlong_penalty", "tokens_N)[episode_N]", "tokens_N)"),
-    (GRPO, "training.advantage:_of_outcomes", "(outcome_N, group_N,", "(outcome_N, 0 * group_N,"),
+    (GRPO, "training.advantage:_of_outcomes", "relative(outcome_N, group_N", "relative(outcome_N, 0 * group_N"),
     (GRPO, "algorithm.baselines:group_relative", "live_N & first_N", "live_N"),
     (GRPO, "algorithm.baselines:group_relative", "counted_N.double()", "torch.ones(len(group_N)).double()"),
     (GRPO, "algorithm.baselines:group_relative", "(variance_N + EPSILON).sqrt()", "(variance_N + EPSILON)"),
