@@ -48,7 +48,7 @@ class ExactTurn:
 class ExactEpisode:
     """An episode, whose histories all have its outcome.
 
-    Example: ExactEpisode(0, [[ExactTurn([ExactToken(0.5)], [], 1.0)]], "ok"), of one turn with one token, reward 1.
+    Example: ExactEpisode(0, [[ExactTurn([ExactToken(0.5)], [], 1.0)]], "ok"), of one token with reward 1.
     """
 
     task: int
