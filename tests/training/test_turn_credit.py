@@ -11,7 +11,7 @@ import torch
 from megatron_stppo.base.types import Branch, ScoredBatch, Summary, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, rollout_logprobs, without_tokens
-from megatron_stppo.evidence import definition
+from megatron_stppo.evidence.bench import definition
 from megatron_stppo.evidence.checks.advantages import defined
 from megatron_stppo.parallel.collectives import decode, encode
 from megatron_stppo.training.advantage import estimate, has_signal

@@ -17,7 +17,7 @@ from megatron_stppo.algorithm.own import OwnAdvantage
 from megatron_stppo.base.types import FAILED, Branch, Outcome, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, to_batch
-from megatron_stppo.evidence import definition
+from megatron_stppo.evidence.bench import definition
 from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged
 from megatron_stppo.training.advantage import estimate, has_signal
 

@@ -23,7 +23,7 @@ from megatron_stppo.base.types import FAILED, EstimatedBatch, Minibatch, Traject
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.packing import Microbatch, to_batch
-from megatron_stppo.evidence import definition
+from megatron_stppo.evidence.bench import definition
 from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank
 from megatron_stppo.evidence.bench.trial import Counted, Trial
 from megatron_stppo.evidence.checks.adamw import norm_of, tensors
