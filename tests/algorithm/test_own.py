@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from examples.own_algorithm.recipe import cispo, leave_one_out
+from examples.own_algorithm.recipe import cispo, leave_one_out, over_batch
 from megatron_stppo.algorithm.own import LOSSES, check_advantage, check_loss
 from megatron_stppo.config import algorithm
 
@@ -27,6 +27,14 @@ def test_the_example_of_an_advantage_passes_and_leaves_one_out() -> None:
     counted_N = torch.tensor([True, True, False, True])
     found_N = leave_one_out(torch.tensor([1.0, 0.0, 5.0, 3.0]), torch.tensor([0, 0, 0, 1]), counted_N)
     assert found_N[counted_N].tolist() == [1.0, -1.0, 0.0]
+
+
+def test_the_example_of_an_advantage_over_the_batch_passes_and_divides_by_one_deviation() -> None:
+    check_advantage(over_batch)
+    # group means 1 and 1.5: (1, -1) and (1.5, -1.5), whose deviation is sqrt(6.5 / 4)
+    outcome_N, group_N = torch.tensor([2.0, 0, 3, 0]), torch.tensor([0, 0, 1, 1])
+    found_N = over_batch(outcome_N, group_N, torch.ones(4, dtype=torch.bool)) * 1.625**0.5
+    assert found_N.tolist() == pytest.approx([1, -1, 1.5, -1.5])
 
 
 @pytest.mark.parametrize(

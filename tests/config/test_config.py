@@ -137,7 +137,7 @@ def test_the_default_algorithm_is_st_ppo_with_bounds_that_follow_the_length(tmp_
     given = load(minimal(tmp_path)).algorithm
     assert given == AlgorithmConfig() == AlgorithmConfig(preset="st_ppo")
     assert (given.segments, given.correction, given.rate) == ("turn", "logit", "constant")
-    assert (given.clip_low, given.clip_high, given.clip_length_power) == (0.2, 0.2, 1)
+    assert (given.clip_low, given.clip_high, given.clip_length_power) == (0.2, 0.2, 0.5)
 
 
 def test_the_papers_form_is_st_ppo_and_eight_settings(tmp_path: Path) -> None:
@@ -157,14 +157,14 @@ def test_the_papers_form_is_st_ppo_and_eight_settings(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(("name", "power"), [("st_ppo", 1), ("turn_ppo", 1), ("so_grpo", 1), ("gspo", 0)])
-def test_bounds_of_turns_follow_their_length_and_those_of_gspo_do_not(name: str, power: int) -> None:
+@pytest.mark.parametrize(("name", "power"), [("st_ppo", 0.5), ("turn_ppo", 0.5), ("so_grpo", 0.5), ("gspo", 0)])
+def test_bounds_of_turns_follow_their_length_and_those_of_gspo_do_not(name: str, power: float) -> None:
     assert AlgorithmConfig(preset=name).clip_length_power == power
 
 
 def test_a_product_of_token_ratios_needs_bounds_that_do_not_follow_the_length() -> None:
     given = {"preset": "st_ppo", "pooling": "sum"}
-    with pytest.raises(ValueError, match=r"clip_length_power=1\.0 .* set clip_length_power=0"):
+    with pytest.raises(ValueError, match=r"clip_length_power=0\.5 .* set clip_length_power=0"):
         AlgorithmConfig.model_validate(given)
     AlgorithmConfig.model_validate({**given, "clip_length_power": 0})
     AlgorithmConfig.model_validate({**given, "segments": "token"})

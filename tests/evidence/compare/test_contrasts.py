@@ -174,9 +174,9 @@ STATED = [
     "algorithms: from [kl_low@rate_1.5] to [kl_low@rate_24] with `kl`, [st_ppo@rate_1.5] to "
     "[st_ppo@rate_24] with",
     "algorithms: for every turn), [ppo@rate_1.5] to [ppo@rate_24] with `ppo`",
-    "algorithms: at [st_ppo@sums_3_lag_0] and with 0.006, about 0.2 / 32, at [st_ppo_0.006@sums_3_lag_0];",
-    "algorithms: 0.006 gave [turn_ppo_0.006@sums_3_lag_0]. With a ratio per token, `s_ppo` ended at "
-    "[s_ppo@sums_3_lag_0], with 0.035 at [s_ppo_0.035@sums_3_lag_0], and `ppo` at [ppo@sums_3_lag_0]",
+    "algorithms: and 0.006 (0.2 / 32) ended at [st_ppo@sums_3_lag_0], [st_ppo_0.035@sums_3_lag_0] and "
+    "[st_ppo_0.006@sums_3_lag_0]; `turn_ppo` with 0.006 at [turn_ppo_0.006@sums_3_lag_0]; with a ratio per token, "
+    "`s_ppo` with 0.2 and 0.035 at [s_ppo@sums_3_lag_0] and [s_ppo_0.035@sums_3_lag_0], `ppo` at [ppo@sums_3_lag_0]",
     "README: [ppo@rate_100], [st_ppo@rate_100], [kl@rate_100]; [ppo@rate_10] |",
     "README: | [st_ppo@rate_6]; [turn_ppo@rate_6]; [turn_ppo@rate_3] |",
     "README: | [st_ppo@rates - turn_ppo@rates]; [s_ppo@rates - open_loop@rates] |",
