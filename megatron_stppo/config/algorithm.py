@@ -80,9 +80,9 @@ class AlgorithmConfig(Section):
         0.5,
         ge=0,
         description="power p of the segment's number of tokens n: ratios are clipped at (1 - clip_low), "
-        "(1 + clip_high) and dual_clip, each to the power of n^-p; 0.5: for tokens that change independently; "
-        "1: the segment's probability is bounded; "
-        "0, as in the paper: the same bounds for every length; no effect with segments=token",
+        "(1 + clip_high) and dual_clip, each to the power of n^-p; 0.5: for tokens that change "
+        "independently; 1: the segment's probability is bounded; 0, as in the paper: the same bounds for "
+        "every length; no effect with segments=token",
     )
     clip_decision: Literal["token", "segment"] = Field(
         "token",

@@ -175,8 +175,9 @@ STATED = [
     "[st_ppo@rate_24] with",
     "algorithms: for every turn), [ppo@rate_1.5] to [ppo@rate_24] with `ppo`",
     "algorithms: and 0.006 (0.2 / 32) ended at [st_ppo@sums_3_lag_0], [st_ppo_0.035@sums_3_lag_0] and "
-    "[st_ppo_0.006@sums_3_lag_0]; `turn_ppo` with 0.006 at [turn_ppo_0.006@sums_3_lag_0]; with a ratio per token, "
-    "`s_ppo` with 0.2 and 0.035 at [s_ppo@sums_3_lag_0] and [s_ppo_0.035@sums_3_lag_0], `ppo` at [ppo@sums_3_lag_0]",
+    "[st_ppo_0.006@sums_3_lag_0]; `turn_ppo` with 0.006 at [turn_ppo_0.006@sums_3_lag_0]; with a ratio",
+    "algorithms: per token, `s_ppo` with 0.2 and 0.035 at [s_ppo@sums_3_lag_0] and "
+    "[s_ppo_0.035@sums_3_lag_0], `ppo` at [ppo@sums_3_lag_0]",
     "README: [ppo@rate_100], [st_ppo@rate_100], [kl@rate_100]; [ppo@rate_10] |",
     "README: | [st_ppo@rate_6]; [turn_ppo@rate_6]; [turn_ppo@rate_3] |",
     "README: | [st_ppo@rates - turn_ppo@rates]; [s_ppo@rates - open_loop@rates] |",
