@@ -1,9 +1,14 @@
 """How the ratios of turns shrink with their length: p of deviation(log w) ~ n^-p, from the records of runs.
 
 A turn of n tokens has the clip bounds bound^(n^-p). With the p that is measured here, turns of every length
-reach them equally often. Records of a policy that had not moved yet (w = 1) are left out.
+reach them equally often. The ratios are those of a run's updates, without those of a policy that had not
+moved yet (w = 1). With --under they are those of the recorded tokens under other weights: of a later version
+(age), or the same ones in another dtype (engine noise).
 
-Example: python tools/measure_power.py runs/quickstart runs/smollm2
+Examples, from the folder of this repository:
+
+    python docs/study/measure_power.py runs/quickstart runs/chain-sums
+    python docs/study/measure_power.py runs/smollm2 --under runs/smollm2/cold-start --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ import math
 from pathlib import Path
 
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
 
 EDGES = (1, 3, 6, 12, 24, 48, 96, 192, 384, 768)  # of groups of turns by their number of tokens
 LEAST = 20  # turns of a group
@@ -28,6 +35,26 @@ def turns(run: Path) -> np.ndarray:
             episode, records = len(rows), json.loads(line)["turns"]
             moved = [r for r in records if r["ratio"] not in (None, 1)]
             rows += [(episode, r["tokens"], math.log(r["ratio"])) for r in moved]
+    return np.array(rows).reshape(-1, 3)
+
+
+def scored(run: Path, iteration: int, folder: Path, dtype: str) -> np.ndarray:
+    """Return such rows of one iteration's turns, for the log-probs under a folder's weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    path = run / "trajectories" / f"iteration-{iteration:05d}.jsonl"
+    rows = []
+    for episode, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        record = json.loads(line)
+        tokens, spans = list(record["prompt_ids"]), []
+        for turn in record["turns"]:
+            spans.append((len(tokens), turn["rollout_logprob"]))
+            tokens += turn["token_ids"] + turn["observation_ids"]
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens])).logits[0, :-1].float()
+        logprob = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].double().numpy()
+        for start, recorded in spans:
+            n = len(recorded)
+            rows.append((episode, n, (logprob[start - 1 : start - 1 + n] - recorded).mean()))
     return np.array(rows).reshape(-1, 3)
 
 
@@ -63,8 +90,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
-    for run in parser.parse_args().runs:
-        rows = turns(run)
+    parser.add_argument("--under", type=Path, help="folder of other weights, in the format of Hugging Face")
+    parser.add_argument("--iteration", type=int, default=1, help="whose tokens, with --under")
+    parser.add_argument("--dtype", default="float32", help="of the model, with --under")
+    options = parser.parse_args()
+    for run in options.runs:
+        rows = scored(run, options.iteration, options.under, options.dtype) if options.under else turns(run)
         low, high = interval(rows)
         print(f"{run.name}: {len(rows)} turns, p = {power(rows):.2f} (95 %: {low:.2f} to {high:.2f})")
         for number, n, deviation in groups(rows):
