@@ -34,11 +34,11 @@ def test_sao_masks_a_token_outside_the_bounds_whatever_its_advantage() -> None:
 
 
 def test_the_turn_form_of_sao_masks_turns_by_bounds_that_follow_their_length() -> None:
-    """Turns of 2 and 4 tokens with ratios below and above 4^(1/2) = 2 and 4^(1/4) = 1.41, then
-    0.2^(1/2) = 0.45 and 0.2^(1/4) = 0.67."""
-    high, turns = [3.9, 1.0, 2.0, 2.0, 2.0, 2.0], {"segments": "turn"}
+    """Turns of 2 and 4 tokens, whose exponents are 2^-0.5 = 0.71 and 4^-0.5 = 0.5, with ratios below 4^0.71 =
+    2.67 and above 4^0.5 = 2, then above 0.2^0.71 = 0.32 and below 0.2^0.5 = 0.45."""
+    high, turns = [4.8, 1.0, 2.1, 2.1, 2.1, 2.1], {"segments": "turn"}
     assert leaves("sao", high, [1.0] * 6, 2, 6, **turns) == [False] * 2 + [True] * 4
-    assert leaves("sao", [0.36, 1.0, *[0.6] * 4], [1.0] * 6, 2, 6, **turns) == [False] * 2 + [True] * 4
+    assert leaves("sao", [0.15, 1.0, *[0.4] * 4], [1.0] * 6, 2, 6, **turns) == [False] * 2 + [True] * 4
     assert leaves("sao", high, [1.0] * 6, 2, 6, **turns, clip_length_power=0) == [False] * 6
 
 

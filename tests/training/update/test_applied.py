@@ -17,7 +17,7 @@ HALVED = {
     "correction_floor": 2.0,
 }
 # with the weights and the bounds of turn_ppo, to compare the two
-PRINTED = {"preset": "paper", "aggregation": "token_mean", "clip_length_power": 1, "dual_clip": 3}
+PRINTED = {"preset": "paper", "aggregation": "token_mean", "clip_length_power": 0.5, "dual_clip": 3}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "turn_ppo": {"preset": "turn_ppo"},
     "step": {**HALVED, "correction_apply": "step"},
