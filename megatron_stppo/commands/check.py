@@ -1,10 +1,11 @@
-"""The commands `audit`, `check-layouts`, `doctor` and `verify`."""
+"""The commands `audit`, `audit-tokens`, `check-layouts`, `doctor` and `verify`."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,14 @@ from megatron_stppo.commands.open_run import (
 from megatron_stppo.commands.train import import_assembly
 
 commands = command_group()
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="largest difference of a token's log-prob, in nats; default: a limit for each token, from the "
+        "rounding of its own computation",
+    ),
+]
 MARK = ".verify"  # in a folder that `verify` may remove
 
 
@@ -38,14 +47,7 @@ MARK = ".verify"  # in a folder that `verify` may remove
 def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False, help="the run to audit")],
     overrides: Overrides = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="largest difference of a token's log-prob, in nats; default: a limit for each token, from "
-            "the rounding of its own computation",
-        ),
-    ] = None,
+    tolerance: Tolerance = None,
 ) -> None:
     """Check that each recorded log-prob is that of the recorded policy version; exit 1 if not, and 3 if
     files or checkpoints of the run are damaged."""
@@ -54,16 +56,50 @@ def audit(
     settings = open_config(sources.config_of(run), overrides, "audit", checkpoint=True)
     sources.check_audit(settings, run)
     with importing(settings, quiet=True, engine=False):
-        from megatron_stppo.evidence.audit.audit import CRASHED
         from megatron_stppo.evidence.audit.audit import audit as check
 
+    raise typer.Exit(_code(lambda: check(settings, run, tolerance)))
+
+
+def _code(check: Callable[[], int]) -> int:
+    """Return the exit code of an audit; CRASHED, not that of a difference, for an error that is no Ending."""
+    from megatron_stppo.evidence.audit.audit import CRASHED
+
     try:
-        code = check(settings, run, tolerance)
+        return check()
     except Ending:
         raise
     except Exception as error:
-        code = crash(error, CRASHED)  # not that of a difference
-    raise typer.Exit(code)
+        return crash(error, CRASHED)
+
+
+@commands.command(
+    epilog=examples(
+        "megatron-stppo audit-tokens rollouts.jsonl models/step-40",
+        "torchrun --nproc-per-node 8 -m megatron_stppo audit-tokens rollouts.jsonl MODEL parallel.tensor=8",
+    )
+)
+def audit_tokens(
+    file: Annotated[Path, typer.Argument(metavar="FILE", show_default=False)],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", show_default=False)],
+    overrides: Overrides = None,
+    tolerance: Tolerance = None,
+) -> None:
+    """Check whether the log-probs of FILE, which another trainer recorded, are those of a model, and say what
+    they may be instead; exit 1 if they are not. MODEL: Hugging Face folder. Default: model.dtype=bfloat16."""
+    from megatron_stppo.config.file import overridden
+    from megatron_stppo.evidence.audit import dumps
+    from megatron_stppo.validation import checks
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+
+    process.discover()
+    settings = overridden({"model": {"path": str(model), "dtype": "bfloat16"}}, overrides or [])
+    checks.check(settings, int(os.environ.get("WORLD_SIZE", "1")), "audit")
+    episodes = dumps.read(file, read_shape(model))
+    with importing(settings, quiet=True, engine=False):
+        from megatron_stppo.evidence.audit.tokens import audit_tokens as check
+
+    raise typer.Exit(_code(lambda: check(settings, episodes, tolerance)))
 
 
 @commands.command(

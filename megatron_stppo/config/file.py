@@ -27,7 +27,12 @@ def load(path: Path, overrides: list[str] | None = None) -> Config:
     """
     raw = read_yaml(path, "config")
     _name_folder(raw, Path(path), overrides or [])
-    for override in sorted(overrides or [], key=lambda given: not given.startswith(PRESET)):
+    return overridden(raw, overrides or [])
+
+
+def overridden(raw: dict[str, Any], overrides: list[str]) -> Config:
+    """Return the configuration of sections as in a file, after the overrides. Raises ConfigError."""
+    for override in sorted(overrides, key=lambda given: not given.startswith(PRESET)):
         if override.startswith(PRESET):
             _forget_row(raw)
         _override(raw, override)

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
 
 import torch
@@ -41,6 +41,7 @@ NOT_CHECKED = (
     "not checked: whether tokens were drawn with these probabilities, observations and rewards against the "
     "environment, and the updates (`megatron-stppo replay`)"
 )
+NO_SINGLE = "single tokens have no limit: in bfloat16, engine and trainer may choose different experts"
 TOGETHER = 64  # trajectories that are scored together
 
 
@@ -67,7 +68,7 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
     with timed("models", first_rank):
         begins = config if 0 in saved else config.of_checkpoint()
         learner = build_learner(begins, shape, mesh, dtype, training=False)
-    pieces = {version: list(_pieces(learner, recorded.played, version)) for version in saved & named}
+    pieces = {version: list(pieces_of(learner, recorded.played, version)) for version in saved & named}
     scored, damage = dict[int, Scored](), recorded.damage
     near = sorted(v for v in saved if {v - 1, v, v + 1} & pieces.keys())
     for version in progress(near, "versions", first_rank, every=None):
@@ -82,7 +83,7 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
                 piece.under[version] = piece.logprobs()
         if version in pieces:
             scored[version] = score(learner, pieces[version], version, tolerance)
-    findings = [_finding(pieces[version], version, scored[version]) for version in sorted(scored)]
+    findings = [finding_of(pieces[version], version, scored[version]) for version in sorted(scored)]
     if first_rank:
         show(findings, recorded, named, judges_single(learner, tolerance))
         say(f"version 0 {away}", 0 in named and bool(away))
@@ -117,11 +118,12 @@ def _saved(run: Path, start: bool) -> set[int]:
     return {step for step in steps if 0 < step <= steps[0]} | ({0} if start else set())
 
 
-def _pieces(learner: Learner, played: Iterable[records.PlayedIteration], version: int) -> Iterator[Piece]:
+def pieces_of(learner: Learner, played: Iterable[records.PlayedIteration], version: int) -> Iterator[Piece]:
+    """Yield the trajectories with tokens of a version, in pieces that are scored together."""
     for iteration in played:
         naming = [
             (line, t)
-            for line, t in enumerate(iteration.trajectories, 1)
+            for line, t in zip(iteration.lines or count(1), iteration.trajectories, strict=False)
             if any(version == v for turn in t.turns for v, _ in turn.versions)
         ]
         for begin in range(0, len(naming), TOGETHER):
@@ -130,7 +132,8 @@ def _pieces(learner: Learner, played: Iterable[records.PlayedIteration], version
             yield Piece(with_settings, batch, batch.version_T == version, lines, iteration.iteration)
 
 
-def _finding(pieces: Sequence[Piece], version: int, scored: Scored) -> VersionFinding:
+def finding_of(pieces: Sequence[Piece], version: int, scored: Scored) -> VersionFinding:
+    """Return how the tokens of one version differ, and which are the worst."""
     iteration_T = scored.sequence_T // 2**32
     parts = [slice(None), *(iteration_T == n for n in iteration_T.unique())]
     others = {}
@@ -166,7 +169,7 @@ class Token:
 class VersionFinding:
     """How the engine's log-probs of one version's tokens differ from the trainer's, in nats."""
 
-    version: int
+    version: int | str
     scored: Scored
     # by version, of the iteration that is most like it, or of all together; None: cannot be compared
     others: Mapping[int, Resemblance | None]
@@ -198,24 +201,28 @@ def show(
 ) -> None:
     """Print everything. versions: that tokens name. single: whether single tokens have limits."""
     damage = recorded.damage
-    console = Console(width=None if Console().is_terminal else 120)
-    if findings:
-        console.print(_versions(findings))
-        console.print(_worst(findings))
+    print_tables(findings)
     for line in [*damage[:LINES], *([f"{len(damage) - LINES} lines more"] if len(damage) > LINES else [])]:
         say(f"damaged: {line}")
     for line in notes(recorded):
         say(line)
     if left := sorted(set(versions) - {finding.version for finding in findings}):
         say(f"versions without a readable checkpoint, whose tokens are not audited: {_ranges(left)}")
-    if not single:
-        say("single tokens have no limit: in bfloat16, engine and trainer may choose different experts")
+    say(NO_SINGLE, not single)
     say(NOT_CHECKED)
     said = f"{sum(finding.tokens for finding in findings)} of {recorded.tokens} tokens audited"
     verdicts = {PASSED: "passed", DIFFERS: "FAILED: log-probs differ", DAMAGED: "FAILED: damaged records"}
     code = exit_code(findings, damage)
     also = ", and log-probs differ" if code == DAMAGED and exit_code(findings, ()) else ""
     say(f"{verdicts[code]}{also}; {said}")
+
+
+def print_tables(findings: Sequence[VersionFinding], *more: Table) -> None:
+    """Print how far the versions differ, the worst tokens, and further tables."""
+    console = Console(width=None if Console().is_terminal else 120, markup=False)  # texts may look like it
+    for table in (_versions(findings), _worst(findings), *more) if findings else ():
+        if table.rows:
+            console.print(table)
 
 
 def notes(recorded: Records) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ class PlayedIteration:
     """The trajectories of an iteration, in the order of the file's lines, and with which settings."""
 
     iteration: int
-    trajectories: list[Trajectory]
+    trajectories: Sequence[Trajectory]
     config: Config  # of the audit, with the temperature and dtype of the attempt that played the iteration
+    lines: Sequence[int] = ()  # of a file, if they are not 1, 2, ..
 
     @property
     def versions(self) -> set[int]:

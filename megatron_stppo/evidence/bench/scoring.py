@@ -38,6 +38,7 @@ from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.pipeline import forward_only
 from megatron_stppo.model.policy_head import PolicyHead
+from megatron_stppo.observe.metrics import progress
 
 NUDGES, MORE = 2, 16  # of every token, and of those that seem to differ
 FACTOR, MEAN = 3.0, 1.5
@@ -122,7 +123,8 @@ class Piece:
         first = int(torch.searchsorted(self.batch.turn_to_sequence_S, sequence))
         in_turn = t - int(self.batch.turn_offsets[turn])
         line, turn = self.lines[sequence], turn - first + 1
-        return f"iteration {self.iteration}, line {line}, turn {turn}, token {in_turn + 1}"
+        iteration = f"iteration {self.iteration}, " if self.iteration else ""
+        return f"{iteration}line {line}, turn {turn}, token {in_turn + 1}"
 
 
 def _largest_logits(head: PolicyHead, hidden: Tensor, microbatch: Microbatch) -> Tensor:
@@ -184,13 +186,19 @@ def judges_single(learner: Learner, tolerance: float | None = None) -> bool:
     return tolerance is not None or not (learner.shape.experts and rounded)
 
 
-def score(learner: Learner, pieces: Sequence[Piece], version: int, tolerance: float | None = None) -> Scored:
+def score(
+    learner: Learner,
+    pieces: Sequence[Piece],
+    version: int,
+    tolerance: float | None = None,
+    shown: bool = False,
+) -> Scored:
     """Score the tokens of the version whose weights are loaded. Collective.
 
-    tolerance: the limit of all tokens, in nats, in place of one for each.
+    tolerance: the limit of all tokens, in nats, in place of one for each. shown: whether progress is.
     """
     eps = max(torch.finfo(process.dtype(piece.learner.config)).eps for piece in pieces)
-    for piece in pieces:
+    for piece in progress(pieces, "scoring", shown):
         piece.under[version] = piece.logprobs()
     named_T = torch.cat([piece.under[version] for piece in pieces])
     logit_T = torch.cat([piece.largest_logits() for piece in pieces])
@@ -198,7 +206,7 @@ def score(learner: Learner, pieces: Sequence[Piece], version: int, tolerance: fl
     sequence_T = torch.cat([piece.sequence_T for piece in pieces])
     moved_T, nudged_T = torch.zeros_like(named_T), named_T
     with nudging(learner.policy, eps) as nudge:
-        for seed in range(NUDGES):
+        for seed in progress(range(NUDGES), "rounding", shown):
             nudge(seed)
             nudged_T = torch.cat([piece.logprobs() for piece in pieces])
             moved_T = torch.maximum(moved_T, (nudged_T - named_T).abs())

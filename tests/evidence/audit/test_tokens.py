@@ -1,0 +1,101 @@
+"""`audit-tokens` of dumps that transformers computed: healthy ones pass, planted faults are named."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.replicas.test_promises import start
+from tests.rollout.vllm.tiny import build_model
+
+EPISODES = 12
+Ids = list[int]
+
+
+class Engine:
+    """The model of a folder in a type, which gives the log-probs of a turn after a context."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+
+    def logprobs(self, context: Ids, turn: Ids, temperature: float = 1.0) -> list[float]:
+        with torch.no_grad():
+            logits = self.model(torch.tensor([context + turn])).logits[0, len(context) - 1 : -1].float()
+        return (logits / temperature).log_softmax(-1)[range(len(turn)), turn].tolist()
+
+    def spelled(self, text: str) -> Ids:
+        """Return the letters of a text, which are not the tokens of its encoding."""
+        return [token for letter in text for token in self.tokenizer(letter)["input_ids"]]
+
+    def encoded(self, text: str) -> Ids:
+        return list(self.tokenizer(text)["input_ids"])
+
+
+def played(engine: Engine, seed: int) -> tuple[Ids, Ids, Ids, Ids]:
+    """Return a prompt, a turn, an observation and a turn."""
+    draw = random.Random(seed)
+    words = [draw.choice(("capital", "France", "Paris", "city", "search")) for _ in range(9)]
+    message = [{"role": "user", "content": " ".join(words[:5])}]
+    prompt = engine.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    observed = f"<|im_end|>\n<|im_start|>user\n{words[5]}<|im_end|>\n<|im_start|>assistant\n"
+    return prompt, engine.spelled(words[6]), engine.encoded(observed), engine.spelled(" ".join(words[7:]))
+
+
+def lines(engine: Engine, other: Engine) -> Iterator[dict[str, Any]]:
+    for seed in range(EPISODES):
+        prompt, first, observed, second = played(engine, seed)
+        whole = prompt + first + observed
+        mask = [0] * len(prompt) + [1] * len(first) + [0] * len(observed) + [1] * len(second)
+
+        def line(
+            version: str, logprobs: list[float], ids: Ids = whole + second, mask: Ids = mask
+        ) -> dict[str, Any]:
+            return {"token_ids": ids, "action_mask": mask, "logprobs": logprobs, "version": version}
+
+        own = engine.logprobs(prompt, first), engine.logprobs(whole, second)
+        yield line("healthy", own[0] + own[1])
+        cool = engine.logprobs(prompt, first, 0.7) + engine.logprobs(whole, second, 0.7)
+        yield line("cool", cool) | {"temperature": 0.7}
+        yield line("shifted", [*own[0][1:], -1.0, *own[1][1:], -1.0])
+        yield line("temperature", cool)
+        again = prompt + engine.encoded(engine.tokenizer.decode(first)) + observed
+        yield line("encoded", own[0] + engine.logprobs(again, second))
+        yield line("cut by engine", engine.logprobs(prompt[5:], first) + engine.logprobs(whole[5:], second))
+        yield line("cut by dump", own[0] + own[1], (whole + second)[3:], mask[3:])
+        yield line("weights", other.logprobs(prompt, first) + other.logprobs(whole, second))
+
+
+EXPECTED = {
+    "shifted": "log-probs shifted by",
+    "temperature": "another temperature",
+    "encoded": "text decoded and enc",
+    "cut by engine": "a cut prompt or cont",
+    "cut by dump": "a cut prompt or cont",
+    "weights": "other weights, or a ",
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_healthy_episodes_pass_and_each_fault_is_named(tmp_path: Path, dtype: str) -> None:
+    build_model(tmp_path / "model")
+    engine = Engine(tmp_path / "model", getattr(torch, dtype))
+    other = copy.deepcopy(engine)
+    with torch.no_grad():
+        for weight in other.model.parameters():
+            weight.mul_(1 + 0.2 * torch.randn(weight.shape).to(weight.dtype))
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text("".join(json.dumps(line) + "\n" for line in lines(engine, other)))
+    said = start(["audit-tokens", str(dump), str(tmp_path / "model"), f"model.dtype={dtype}"], status=1)
+    rows = [line.split("│") for line in said.splitlines() if line.startswith("│")]
+    named = {version: cause for _, version, cause, count, *_ in rows if "examined" in count}
+    assert {version.strip(): cause.strip()[:20] for version, cause in named.items()} == EXPECTED
+    assert "tokens cannot have the recorded log-probs" in said.splitlines()[-1]
