@@ -215,6 +215,11 @@ def plain(algorithm: AlgorithmConfig) -> AlgorithmConfig:
     )
 
 
+def steady(algorithm: AlgorithmConfig) -> AlgorithmConfig:
+    """Return the plain algorithm whose steps have the configured learning rate."""
+    return plain(algorithm).changed(correction="off", correction_probe=False, rate="constant")
+
+
 def everywhere(played: Played) -> list[Trajectory]:
     """Return the trajectories of all ranks, on every rank. Collective."""
     return [t for own in gather_records(played.own, Trajectory) for t in own]

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from megatron_stppo.base.types import UpdatedBatch
 from megatron_stppo.config import Config
-from megatron_stppo.evidence.bench.stage import Checked, Stage, plain
+from megatron_stppo.evidence.bench.stage import Checked, Stage, steady
 from megatron_stppo.evidence.bench.trial import Counted, Piece, Trial, main_gradient, random_batch
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
@@ -231,9 +231,7 @@ def slopes(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank) 
 
 def _still(config: Config, budget: int) -> Config:
     """Return the configuration of steps that change nothing, with micro-batches of `budget` tokens."""
-    algorithm = plain(config.algorithm).changed(
-        routing_replay="off", correction="off", correction_probe=False, rate="constant"
-    )
+    algorithm = steady(config.algorithm).changed(routing_replay="off")
     update = {"actor": STILL, "critic": STILL, "tokens_per_microbatch": budget}
     return config.changed(algorithm=algorithm, update=update)
 

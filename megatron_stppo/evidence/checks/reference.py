@@ -1,0 +1,151 @@
+"""Checks that the reference begins as the policy and stays, and that learning rates are those configured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.base.types import EstimatedBatch, ScoredBatch
+from megatron_stppo.config import Config
+from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank, steady
+from megatron_stppo.model import build
+from megatron_stppo.model.learner import Learner
+from megatron_stppo.model.optimizer import Trainer
+from megatron_stppo.training.stages import score, update
+
+BEGINS, STAYS, RATES = "the reference begins as the policy", "the reference stays", "learning rates hold"
+LARGE = 1e-4  # learning rate of the steps that must not move the reference
+EPSILON = 1e-8  # of Adam
+REMEDY = (
+    "algorithm.kl_coefficient, model.reference_path: report this line; the KL penalty is to other weights"
+)
+
+
+def reference(stage: Stage) -> Iterator[Checked]:
+    """Compare the reference's log-probs with the policy's, and with those after large steps. Collective."""
+    if stage.learner.reference is None:
+        yield from (Checked(check, "skipped", "there is no reference") for check in (BEGINS, STAYS))
+        return
+    config, learner, rollouts, actor = stage.config, _actor_alone(stage), stage.rollouts, stage.actor
+    rollouts.load_for("score")
+    policy_T, reference_T, scored = _logprobs(stage, learner)
+    if config.of_reference is not config or config.replays_rollout:
+        yield Checked(BEGINS, "skipped", "it is another model, or the policy has the engine's experts")
+    else:
+        apart = float((policy_T - reference_T).abs().nan_to_num(torch.inf).max())
+        text = f"{len(policy_T):,} tokens, largest difference of a log-prob {apart:.2g} (0 allowed)"
+        yield judged(BEGINS, apart == 0, text, REMEDY)
+    rollouts.load_for("update")
+    weights, settings = stage.weights(), actor.settings
+    actor.settings = settings.changed(lr=LARGE * max(1, actor.warmup))
+    update(learner, EstimatedBatch.of(scored, advantage_T=stage.random_T(0)), config.run.iterations)
+    actor.settings = settings
+    stage.publish()
+    rollouts.load_for("score")
+    policy_after_T, after_T, _ = _logprobs(stage, learner)
+    rollouts.load_for("update")
+    stage.set_weights(weights)
+    actor.optimizer.reload_model_params()
+    stage.publish()
+    moved = float((policy_after_T - policy_T).abs().mean())
+    if moved == 0:
+        yield Checked(STAYS, "skipped", "the policy has not moved")
+        return
+    apart = float((after_T - reference_T).abs().nan_to_num(torch.inf).max())
+    text = f"the policy has moved by {moved:.2g} nats, the reference by {apart:.2g} (0 allowed)"
+    yield judged(STAYS, apart == 0, text, REMEDY)
+
+
+def _actor_alone(stage: Stage) -> Learner:
+    """Return the learner without a critic, with plain steps of an epoch and log-probs from scoring."""
+    algorithm = steady(stage.config.algorithm).changed(old_policy="score")
+    update = {"old_logprob": "score", "epochs": 1, "critic_only": 0}
+    config = stage.config.changed(algorithm=algorithm, update=update)
+    return replace(stage.learner, config=config, critic=None)
+
+
+def _logprobs(stage: Stage, learner: Learner) -> tuple[Tensor, Tensor, ScoredBatch]:
+    """Return the log-probs of policy and reference, and the scored batch. Collective."""
+    batch = stage.batch if stage.config.replays_rollout else replace(stage.batch, routes_P=None)
+    scored = score(learner, replace(batch, epochs=batch.epochs[:1]))
+    assert scored.old_logprob_T is not None and scored.reference_logprob_T is not None
+    return scored.old_logprob_T, scored.reference_logprob_T, scored
+
+
+@dataclass
+class StepRecorder:
+    """What the optimizer of a model is about to apply, in place of its steps. Lines of what is wrong."""
+
+    role: build.Role
+    config: Config
+    trainer: Trainer
+    lines: list[str] = field(default_factory=list)
+    seen: set[float] = field(default_factory=set)  # learning rates
+
+    @property
+    def updates(self) -> tuple[int, int]:
+        """The steps of the whole run, and those of its warm-up."""
+        update = self.config.update
+        each = update.minibatches * update.epochs * (update.critic_steps if self.role == "critic" else 1)
+        total = self.config.run.iterations * each
+        return total, math.ceil(update.optimizer(self.role).warmup_fraction * total)
+
+    def record(self) -> None:
+        settings, (_, warmup) = self.config.update.optimizer(self.role), self.updates
+        number = self.trainer.updates
+        rate = settings.lr * min(1.0, (number + 1) / max(1, warmup))
+        for group in self.trainer.optimizer.param_groups:
+            self.seen.add(group["lr"])
+            for name, value, needed in (
+                ("learning rate", group["lr"], (rate,)),
+                ("epsilon", group["eps"], (EPSILON,)),
+                ("beta 1", group["betas"][0], settings.betas[:1]),
+                ("beta 2", group["betas"][1], settings.betas[1:]),
+                ("weight decay", group["weight_decay"], (0.0, settings.weight_decay)),
+            ):
+                if not any(math.isclose(value, right, rel_tol=1e-6) for right in needed):
+                    self.lines.append(f"{self.role}, step {number}: {name} {value:.6g}, not {needed[-1]:.6g}")
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context in which steps change nothing but the gradients."""
+        trainer, optimizer = self.trainer, self.trainer.optimizer
+        before = trainer.updates, trainer.memory
+        optimizer.step_with_ready_grads = self.record
+        try:
+            yield
+        finally:
+            del optimizer.step_with_ready_grads  # that of the instance
+            trainer.updates, trainer.memory = before
+
+
+def rates(stage: Stage) -> Iterator[Checked]:
+    """Record what the optimizers would apply at six step numbers, and in a late update. Collective."""
+    stage.rollouts.load_for("update")
+    learner, wrong, numbers = _actor_alone(stage), list[str](), list[str]()
+    old_T, random_T = stage.batch.rollout_logprob_T.clone(), stage.random_T(0)
+    batch = EstimatedBatch.of(stage.batch, old_logprob_T=old_T, advantage_T=random_T)
+    for role, trainer in (("actor", stage.actor), ("critic", stage.learner.critic)):
+        if trainer is None:
+            continue
+        recorder = StepRecorder(role, stage.config, trainer)  # type: ignore[arg-type]
+        total, warmup = recorder.updates
+        with recorder.recording():
+            for number in (0, 1, warmup // 2, warmup, total - 1, 3 * total):
+                trainer.updates = number
+                trainer.zero()
+                trainer.step(trainer.reduce())
+            if role == "actor":
+                update(learner, batch, stage.config.run.iterations)
+        wrong += recorder.lines
+        numbers.append(f"{role} {min(recorder.seen):.3g} to {max(recorder.seen):.3g}")
+    every = of_every_rank(wrong)
+    text = "; ".join(every[:3]) or f"at six step numbers: {', '.join(numbers)}"
+    yield judged(
+        RATES, not every, text, "update.actor, update.critic: report this line; settings are not used"
+    )
