@@ -1,5 +1,6 @@
 """Edge cases of the clipped surrogate: numbers, shapes and memory."""
 
+import itertools
 import math
 
 import pytest
@@ -61,10 +62,10 @@ def test_an_advantage_of_minus_infinity_makes_the_objective_minus_infinity(lengt
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_advantages_of_zero_of_either_sign_add_nothing_and_are_never_clipped(length):
-    new = torch.full((length,), 1.0)  # ratio e, beyond the bound
     advantage = torch.zeros(length)
     advantage[::2] = -0.0
-    for segments in (None, offsets_of(length)):
+    for beyond, segments in itertools.product((1.0, -1.0), (None, offsets_of(length))):  # of either bound
+        new = torch.full((length,), beyond)
         out = ops.clipped_surrogate(new, torch.zeros(length), advantage, segments, with_bias=True)
         sums = (out.objective, out.clipped, out.bias_sq, out.grad_sq)
         assert [x.item() for x in sums] == [0, 0, 0, 0]
