@@ -126,8 +126,9 @@ def trainer(
     tell_lost: Callable[[str, str], object] = lambda group, why: None,
     resample: int = 0,
     version: int = 0,
-) -> Iterator[tuple[Trainer, Callable[[], ScriptedReplica]]]:
-    """A hub with batches of two episodes, and a function that connects a replica."""
+) -> Iterator[tuple[Trainer, Callable[..., ScriptedReplica]]]:
+    """A hub with batches of two episodes, and a function that connects a replica, which joins if it has a
+    name."""
     ledger = EpisodeLedger(TaskCursor(TASKS, 0), Terms(2, 1, staleness, order, resample=resample))
     listener = Listener("127.0.0.1", SIZE)
     told: list[tuple[str, str]] = []
@@ -141,14 +142,17 @@ def trainer(
     hub = Hub(crew, notice)
     if version >= 0:
         hub.announce(version)
-    dialers = []
+    dialers, made = [], Trainer(hub, crew, ledger, listener, told)
 
-    def connect() -> ScriptedReplica:
+    def connect(name: str = "", **changed: object) -> ScriptedReplica:
         dialers.append(Dialer(listener.connection, SIZE))
-        return ScriptedReplica(dialers[-1])
+        replica = ScriptedReplica(dialers[-1])
+        if name:
+            made.join(replica, name, **changed)
+        return replica
 
     try:
-        yield Trainer(hub, crew, ledger, listener, told), connect
+        yield made, connect
     finally:
         hub.close("done")
         for dialer in dialers:

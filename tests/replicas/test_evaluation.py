@@ -166,8 +166,7 @@ def test_a_replica_that_names_an_older_version_in_an_evaluation_is_expelled() ->
 
 def test_weights_are_not_announced_during_an_evaluation() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.evaluate([Assignment(-1, TASKS[0], 0, 5, 0, 0.0, 1.0)])
         with pytest.raises(AssertionError, match="one version"):
             t.hub.announce(1)
@@ -184,8 +183,7 @@ def test_the_failed_episodes_of_all_batches_are_played_again_by_a_resumed_run_an
 ) -> None:
     monkeypatch.setattr(served, "RECORDS", 0.1)  # the scripted replica has none
     with trainer() as (t, connect), serving(t, tmp_path) as rollouts:
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
 
         def play() -> None:
             assert a.given() == [0, 1, 2, 3]

@@ -21,9 +21,7 @@ from tests.replicas.peers import until
 
 def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are() -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
-        t.join(b, "b")
+        a, b = connect("a"), connect("b")
         t.hub.admit(0)
         assert (a.given(), b.given()) == ([0, 1], [2, 3])
         b.finish(2)
@@ -41,8 +39,7 @@ def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are()
 def test_groups_without_variance_are_dropped_and_others_are_assigned_while_the_trainer_waits() -> None:
     """A group of one episode has no variance, so that two rounds of two groups are dropped."""
     with trainer(staleness=0, resample=2) as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.admit(0)
         batches: list = []
         main = threading.Thread(target=lambda: batches.append(t.hub.wait(t.hub.batch)), daemon=True)
@@ -61,8 +58,7 @@ def test_groups_without_variance_are_dropped_and_others_are_assigned_while_the_t
 
 def test_a_replica_gets_no_more_episodes_than_its_capacity_and_the_rest_when_it_has_finished_one() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a", capacity=3)
+        a = connect("a", capacity=3)
         t.hub.admit(0)
         assert a.given() == [0, 1, 2]
         a.finish(1)
@@ -71,8 +67,7 @@ def test_a_replica_gets_no_more_episodes_than_its_capacity_and_the_rest_when_it_
 
 def test_a_lost_replicas_episodes_are_played_by_another_with_the_same_seeds() -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
+        a, b = connect("a"), connect()
         t.hub.admit(0)
         first = a.next(Play).episodes
         a.finish(1)
@@ -98,8 +93,7 @@ def test_ranks_that_wait_for_a_lost_replica_are_told() -> None:
 def test_replicas_are_served_while_a_loss_cannot_be_told() -> None:
     store_answers = threading.Event()
     with trainer(tell_lost=lambda group, why: store_answers.wait()) as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
+        a, b = connect("a"), connect()
         a.dialer.send(ReplicaEnds("left", "SIGTERM"))
         until(lambda: t.crew.lost == 1)
         t.join(b, "b")
@@ -127,8 +121,7 @@ def test_replicas_are_served_while_a_loss_cannot_be_told() -> None:
 )
 def test_a_replica_that_claims_what_cannot_be_true_is_expelled(changed, why: str, caplog) -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
+        a, b = connect("a"), connect()
         t.hub.admit(0)
         a.given()
         fields = dict(changed)
@@ -160,8 +153,8 @@ def test_a_replica_of_another_model_vocabulary_or_version_is_refused(changed, wh
 
 def test_a_second_replica_of_the_same_name_is_refused() -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
+        connect("a")
+        b = connect()
         b.dialer.send(hello("a"))
         assert "serves already" in b.next(Stop).reason
         assert t.crew.joined == 1
@@ -170,8 +163,7 @@ def test_a_second_replica_of_the_same_name_is_refused() -> None:
 def test_a_run_that_was_asked_to_end_does_not_wait_for_replicas_that_have_left() -> None:
     asked: list[str] = []
     with trainer(notice=lambda: "".join(asked)) as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.admit(0)
         assert a.given() == [0, 1, 2, 3]
         a.finish(0)
@@ -206,16 +198,14 @@ def test_what_concerns_a_lost_replica_does_not_concern_the_one_that_has_taken_it
 
 def test_a_silent_replica_that_wakes_up_learns_that_it_was_lost() -> None:
     with trainer(timeout=0.3) as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         until(lambda: t.crew.lost == 1)
         until(lambda: a.dialer.take(0.05) == [] and "has expelled this replica" in a.dialer.ended)
 
 
 def test_an_evaluation_comes_before_waiting_episodes_and_is_not_trained() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a", capacity=2)
+        a = connect("a", capacity=2)
         t.hub.admit(0)
         assert a.given() == [0, 1]
         t.hub.evaluate(
@@ -237,8 +227,7 @@ def test_episodes_that_are_too_long_for_one_message_are_sent_in_several() -> Non
         for n in range(1, 6)
     ]
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.evaluate(long)
         assert [a.given() for _ in range(3)] == [[-1, -2], [-3], [-4, -5]]
         with pytest.raises(ValueError, match="exceeds the limit"):
@@ -250,8 +239,7 @@ def test_episodes_that_are_too_long_for_one_message_are_sent_in_several() -> Non
 @pytest.mark.parametrize("kind, error", [("misuse", ConfigError), ("away", ToolsStayAway)])
 def test_what_ends_a_colocated_run_ends_the_trainer(kind: str, error: type[Exception]) -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         a.dialer.send(ReplicaEnds(kind, "the reason"))
         with pytest.raises(error, match="the reason"):
             t.hub.wait(lambda: None)

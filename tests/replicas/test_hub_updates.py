@@ -24,8 +24,7 @@ from tests.replicas.peers import until
 
 def test_the_hub_is_settled_when_all_admitted_episodes_have_finished() -> None:
     with trainer(staleness=1) as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         assert t.hub.settled() is True, "none is admitted"
         t.hub.admit(0)
         assert t.hub.settled() is None
@@ -40,8 +39,7 @@ def test_replicas_that_join_while_the_trainer_waits_for_episodes_get_the_version
     """The trainer waits for 4 episodes of version 0, of which replica a plays one at a time. Replica b gets
     version 0 from a. When both are lost, c gets version 1, and plays the episodes that are left."""
     with trainer() as (t, connect):
-        a, b, c = connect(), connect(), connect()
-        t.join(a, "a", capacity=1)
+        a, b, c = connect("a", capacity=1), connect(), connect()
         t.hub.admit(0)
         assert a.given() == [0]
         b.dialer.send(hello("b", capacity=1))
@@ -68,8 +66,7 @@ def test_a_run_that_ends_while_it_waits_for_episodes_plays_them_again_with_the_n
     """Iteration 0 has trained on the episodes 0 and 1. Its checkpoint has 2, of version 0, but not 3."""
     asked: list[str] = []
     with trainer(notice=lambda: "".join(asked)) as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.admit(0)
         for number in a.given()[:3]:
             a.finish(number)
@@ -82,8 +79,7 @@ def test_a_run_that_ends_while_it_waits_for_episodes_plays_them_again_with_the_n
         state, (kept, _) = {"iteration": 1} | t.hub.state(), t.hub.kept()
     with trainer(version=1) as (t, connect):
         t.ledger.restore(state, kept)
-        b = connect()
-        t.join(b, "b")
+        b = connect("b")
         t.hub.all_serve(1, lambda *_: None)
         assert b.given() == [3]
         b.finish(3, turns=played(3, version=1).turns)
@@ -113,8 +109,7 @@ def test_the_trainer_sends_once_and_replicas_pass_the_weights_on() -> None:
 
 def test_an_episode_begins_with_the_version_that_was_announced_when_it_was_admitted() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.admit(0)
         assert {episode.version for episode in a.next(Play).episodes} == {0}
         t.hub.announce(1)
@@ -152,8 +147,7 @@ def test_a_replica_that_is_lost_in_a_transfer_costs_only_its_own_update() -> Non
 
 def test_a_replica_whose_transfers_fail_again_and_again_is_expelled() -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
+        a, b = connect("a"), connect()
         b.dialer.send(hello("b"))
         for _ in range(3):
             message = b.next(Receive)
@@ -164,9 +158,7 @@ def test_a_replica_whose_transfers_fail_again_and_again_is_expelled() -> None:
 
 def test_the_thread_that_sends_ends_when_no_replica_is_left_to_which_the_trainer_has_sent() -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
-        t.join(b, "b")
+        a, b = connect("a"), connect("b")
         t.hub.announce(1, apart=True)
         assert t.hub.next_to_send(0.0, 1) is True and t.hub.sends_apart, "a is not ready"
         b.dialer.send(Ready(1))
@@ -180,8 +172,7 @@ def test_the_thread_that_sends_ends_when_no_replica_is_left_to_which_the_trainer
 
 def test_an_update_leaves_it_to_the_next_wait_to_end_the_run() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.announce(1, apart=True)
         a.dialer.send(ReplicaEnds("away", "tools did not answer"))
         assert t.hub.next_to_send(30.0, 1) is False
@@ -191,8 +182,7 @@ def test_an_update_leaves_it_to_the_next_wait_to_end_the_run() -> None:
 
 def test_a_replica_may_finish_an_episode_at_the_new_version_before_the_trainer_has_left_the_update() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.admit(0)
         a.given()
         t.hub.announce(1)
@@ -204,9 +194,8 @@ def test_a_replica_may_finish_an_episode_at_the_new_version_before_the_trainer_h
 
 def test_a_replica_that_keeps_others_waiting_is_not_waited_for() -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
-        t.join(b, "b")
+        connect("a")
+        b = connect("b")
         t.hub.announce(1, apart=True)
         b.dialer.send(Ready(1))
         assert t.hub.next_to_send(30.0, 1) is False and not t.hub.sends_apart
@@ -216,8 +205,8 @@ def test_a_replica_that_keeps_others_waiting_is_not_waited_for() -> None:
 
 def test_a_replica_that_was_joining_when_a_version_was_announced_hears_of_it() -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
+        connect("a")
+        b = connect()
         b.dialer.send(hello("b"))
         message = b.next(Receive)
         t.hub.announce(1)
@@ -228,9 +217,7 @@ def test_a_replica_that_was_joining_when_a_version_was_announced_hears_of_it() -
 @pytest.mark.parametrize("sender", ["the trainer", "a replica"])
 def test_a_run_that_ends_waits_for_transfers_in_progress_and_begins_no_others(sender: str) -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
-        t.join(b, "b")
+        a, b = connect("a"), connect("b")
         t.hub.announce(1, apart=True)
         a.dialer.send(Ready(1))
         message = t.hub.next_to_send(30.0, 1)
@@ -256,8 +243,7 @@ def test_a_run_that_ends_waits_for_transfers_in_progress_and_begins_no_others(se
 
 def test_the_thread_that_sends_ends_with_the_run_although_its_replica_is_not_ready() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        connect("a")
         t.hub.announce(1, apart=True)
         assert t.hub.next_to_send(0.0, 1) is True
         t.hub.end_transfers()
@@ -269,8 +255,7 @@ def test_a_run_that_is_asked_to_end_meanwhile_waits_for_transfers_for_a_short_ti
 ) -> None:
     monkeypatch.setattr(hub, "LEAVING", 0.1)
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.announce(1, apart=True)
         a.dialer.send(Ready(1))
         assert t.hub.next_to_send(30.0, 1)
@@ -285,8 +270,7 @@ def test_a_run_that_is_asked_to_end_meanwhile_waits_for_transfers_for_a_short_ti
 
 def test_an_error_of_the_thread_that_sends_is_raised_by_the_next_wait() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        connect("a")
         t.hub.announce(1, apart=True)
         t.hub.fail(MemoryError("full"))
         with pytest.raises(MemoryError, match="full"):

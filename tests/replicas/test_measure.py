@@ -43,9 +43,7 @@ def report(t: Trainer, replica: ScriptedReplica, counters: Counters) -> None:
 
 def test_a_row_has_the_differences_since_the_last_one_and_lost_replicas_count(clock: SimpleNamespace) -> None:
     with trainer() as (t, connect):
-        a, b, again = connect(), connect(), connect()
-        t.join(a, "a")
-        t.join(b, "b")
+        a, b, again = connect("a"), connect("b"), connect()
         meter = ServingMeter()
         meter.waited, meter.sent = 30.0, 10**6  # before training
         meter.start(t.hub.counters())
@@ -87,8 +85,7 @@ def test_a_row_has_the_differences_since_the_last_one_and_lost_replicas_count(cl
 
 def test_every_metric_of_asynchronous_training_is_described(clock: SimpleNamespace) -> None:
     with trainer(order="completion") as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         meter = ServingMeter()
         meter.start(t.hub.counters())
         report(t, a, FIRST)

@@ -33,8 +33,7 @@ def record(number: int, *turns: RecordedTurn) -> Unfinished:
 
 def test_a_replica_that_leaves_hands_its_unfinished_episodes_to_another_one() -> None:
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
+        a, b = connect("a"), connect()
         t.hub.admit(0)
         a.given()
         told = record(1, turn(3, reason="stop"), turn(2))
@@ -58,8 +57,7 @@ def test_a_replica_that_leaves_hands_its_unfinished_episodes_to_another_one() ->
 
 def test_a_checkpoint_asks_for_the_records_and_a_resumed_run_continues_those_that_are_not_too_old() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.admit(0)
         a.given()
         a.finish(0)
@@ -81,8 +79,7 @@ def test_a_checkpoint_asks_for_the_records_and_a_resumed_run_continues_those_tha
     with trainer() as (t, connect):
         t.ledger.restore(state, finished)
         t.hub.recall([*unfinished, record(3, turn(1)), record(9, turn(1))])
-        b = connect()
-        t.join(b, "b")
+        b = connect("b")
         t.hub.all_serve(1, lambda *_: None)
         given = {episode.number: episode.record for episode in b.next(Play).episodes}
         assert given == {one.number: one.record for one in unfinished}
@@ -108,8 +105,7 @@ def test_a_checkpoint_asks_for_the_records_and_a_resumed_run_continues_those_tha
 )
 def test_a_replica_that_records_what_cannot_be_is_expelled(number: int, turns, why: str, caplog) -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         t.hub.admit(0)
         a.given()
         a.dialer.send(record(number, *turns))
@@ -120,9 +116,7 @@ def test_a_replica_that_records_what_cannot_be_is_expelled(number: int, turns, w
 def test_an_episode_is_continued_with_its_newest_version_or_a_later_one() -> None:
     """a has version 1 when it leaves, and b still has version 0."""
     with trainer() as (t, connect):
-        a, b = connect(), connect()
-        t.join(a, "a")
-        t.join(b, "b", capacity=2)
+        a, b = connect("a"), connect("b", capacity=2)
         t.hub.admit(0)
         a.given()
         t.hub.announce(1)
@@ -142,8 +136,7 @@ def test_an_episode_is_continued_with_its_newest_version_or_a_later_one() -> Non
 
 def test_a_record_that_makes_an_episode_too_long_for_a_message_is_left_out() -> None:
     with trainer() as (t, connect):
-        a = connect()
-        t.join(a, "a")
+        a = connect("a")
         many = Unfinished.of(-1, (RecordedHistory((1, 2), (turn(60),)),) * (SIZE // 700))
         given = Assignment(-1, TASKS[0], 0, 5, 0, 0.0, 1.0, 0, many.record)
         t.crew.members[t.names()["a"]].play([given])
