@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from megatron_stppo.rollout.episodes.failures import FailureLimit
 from tests.full_disk import full_disk
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
 WORDS = ["capital", "of", "Togo", "?", "<search>", "Lomé", "<eos>"]
 TASK = Task("geography", (Message("user", "capital of Togo ?"),), ("Lomé",), "train", 17)
 EPISODE = Trajectory(
@@ -41,13 +41,6 @@ EPISODE = Trajectory(
     detail="Lomé",
     metrics={"score": 0.1, "left out": None},
 )
-
-
-@pytest.fixture(autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

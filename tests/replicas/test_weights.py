@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,6 @@ from tests.rollout.vllm.tiny import build_model
 
 FOUR, ONE = Layout(2, 1, 2), Layout()
 Ended = dict[str, Future[list[Any]]]
-
-
-@pytest.fixture
-def default_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +121,7 @@ def test_a_replica_of_two_ranks_gets_a_half_each_and_ends_if_one_of_them_dies(tm
     assert ended["full"].result()[0].startswith("LinkLost: weights were not sent over full: ")
 
 
-def test_an_error_of_the_system_in_a_connection_means_that_the_replica_is_lost(default_group: None) -> None:
+def test_an_error_of_the_system_in_a_connection_means_that_the_replica_is_lost(world_of_one: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     route, store = linked.route("refused", port, ONE), dist.HashStore()

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_stppo.base.types import Batch, ScoredBatch, UpdatedBatch
@@ -19,15 +17,9 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.training.guard import dumps
 from tests.observe.test_trajectory_log import EPISODE
 
+pytestmark = pytest.mark.usefixtures("world_of_one")
 MESH = MeshRank(0, 1, *(0, 1) * 4, layout=Layout())
 FAILED = replace(EPISODE, outcome="error", group=1)
-
-
-@pytest.fixture(autouse=True)
-def world_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def scored(value: float = 0.5) -> Batch:

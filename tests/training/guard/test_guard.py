@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_stppo.config import Config
 from megatron_stppo.parallel.groups import MeshRank
@@ -35,12 +33,10 @@ BATCH: Any = None  # a guard without dumps reads no batch
 
 
 @pytest.fixture
-def guarded() -> Iterator[guard.UpdateGuard]:
+def guarded(world_of_one: None) -> guard.UpdateGuard:
     """The guard of a run of one process, without models."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     saver: Any = None
-    yield guard.UpdateGuard(CONFIG, MESH, {}, saver)
-    dist.destroy_process_group()
+    return guard.UpdateGuard(CONFIG, MESH, {}, saver)
 
 
 def test_steps_that_were_not_applied_are_no_spikes_and_later_ones_are_not_compared_with_them(
