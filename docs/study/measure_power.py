@@ -69,7 +69,12 @@ def groups(rows: np.ndarray) -> list[np.ndarray]:
 
 
 def power(rows: np.ndarray) -> float:
-    """Return p of the line through log deviation over log n, each group weighted by its number of turns."""
+    """Return p of the line through log deviation over log n, each group weighted by its number of turns.
+
+    NaN if turns of all lengths are one group.
+    """
+    if len(groups(rows)) < 2:
+        return math.nan
     number, n, deviation = np.stack(groups(rows), axis=1)
     slope, _ = np.polyfit(np.log(n), np.log(deviation), 1, w=np.sqrt(number))
     return -float(slope)
@@ -81,7 +86,7 @@ def interval(rows: np.ndarray, samples: int = 500) -> tuple[float, float]:
     episodes = np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1)
     picks = (draw.integers(len(episodes), size=len(episodes)) for _ in range(samples))
     powers = [power(np.concatenate([episodes[i] for i in pick])) for pick in picks]
-    low, high = np.quantile(powers, (0.025, 0.975))
+    low, high = np.nanquantile(powers, (0.025, 0.975))
     return float(low), float(high)
 
 
