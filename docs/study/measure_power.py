@@ -86,7 +86,7 @@ def interval(rows: np.ndarray, samples: int = 500) -> tuple[float, float]:
     episodes = np.split(rows, np.flatnonzero(np.diff(rows[:, 0])) + 1)
     picks = (draw.integers(len(episodes), size=len(episodes)) for _ in range(samples))
     powers = [power(np.concatenate([episodes[i] for i in pick])) for pick in picks]
-    low, high = np.nanquantile(powers, (0.025, 0.975))
+    low, high = np.quantile(powers, (0.025, 0.975))
     return float(low), float(high)
 
 
