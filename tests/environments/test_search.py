@@ -7,7 +7,7 @@ import pytest
 
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import ConfigError, EnvironmentConfig, RetrievalConfig
-from megatron_stppo.environments.base import Environment, ToolAway
+from megatron_stppo.environments.base import ToolAway
 from megatron_stppo.environments.retrieval import BM25Retriever, Document, RetrievalError, RetrievalTimeout
 from megatron_stppo.environments.search import SearchEnvironment, factory, neutralise, render
 from tests.environments.playing import played
@@ -114,12 +114,6 @@ def test_a_bug_in_a_retriever_is_not_swallowed():
     environment = SearchEnvironment(Failing(ZeroDivisionError()), EnvironmentConfig())
     with pytest.raises(ZeroDivisionError):
         play(environment, "<search>France</search>")
-
-
-def test_the_search_environment_meets_the_contract_of_environments(make):
-    environment = make()
-    assert isinstance(environment, Environment)
-    assert environment.stop_strings == ("</search>", "</answer>")
 
 
 def test_tags_in_documents_are_neutralised_and_other_text_stays():

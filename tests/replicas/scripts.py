@@ -29,11 +29,15 @@ def together(trainer: Scripted) -> dict[int, Trajectory]:
     return play_all(trainer)
 
 
-def recompute(trainer: Scripted) -> dict[int, Trajectory]:
+def begin(trainer: Scripted) -> None:
     trainer.join(3)
     trainer.play(NUMBERS, TASKS, SEED)
     trainer.wait_for(1)
     trainer.play([76, 77], TASKS[:2], SEED + 1)  # so that turns are in progress however late the update comes
+
+
+def recompute(trainer: Scripted) -> dict[int, Trajectory]:
+    begin(trainer)
     trainer.update(4)
     trainer.wait_for(4)
     trainer.update(5)
@@ -44,10 +48,7 @@ def recompute(trainer: Scripted) -> dict[int, Trajectory]:
 
 def again(trainer: Scripted) -> tuple[Moved, dict[int, Trajectory]]:
     """The first transfer of an update fails, while turns are in progress."""
-    trainer.join(3)
-    trainer.play(NUMBERS, TASKS, SEED)
-    trainer.wait_for(1)
-    trainer.play([76, 77], TASKS[:2], SEED + 1)
+    begin(trainer)
     failed = trainer.update_twice(4)
     played = trainer.wait_for(8)
     trainer.stop()
@@ -55,10 +56,7 @@ def again(trainer: Scripted) -> tuple[Moved, dict[int, Trajectory]]:
 
 
 def drain(trainer: Scripted) -> dict[int, Trajectory]:
-    trainer.join(3)
-    trainer.play(NUMBERS, TASKS, SEED)
-    trainer.wait_for(1)
-    trainer.play([76, 77], TASKS[:2], SEED + 1)  # as in `recompute`
+    begin(trainer)
     trainer.update(4)
     played = trainer.wait_for(8)
     trainer.stop()

@@ -45,3 +45,19 @@ def submit(folder: Path, script: Path, *options: str, arguments: Sequence[str] =
     return Job(
         subprocess.Popen(["sbatch", *options, str(script), *arguments], cwd=ROOT, env=environment), folder
     )
+
+
+def run(
+    folder: Path, ends: Sequence[str], *options: str, arguments: Sequence[str] = (), **variables: str
+) -> tuple[int, str]:
+    """Run a job whose attempts end with "CODE STEP". Return its exit code and its output."""
+    (folder / "ends").mkdir(parents=True, exist_ok=True)
+    for attempt, end in enumerate(ends):
+        (folder / "ends" / str(attempt)).write_text(f"{end}\n")
+    given = {"PYTHON": str(HERE / "program"), "ENDS": str(folder / "ends"), "ROOT": str(folder)} | variables
+    script = SCRIPTS / "qwen2.5-7b.sbatch"
+    with submit(folder / "slurm", script, "--job-name=job", *options, arguments=arguments, **given) as job:
+        for attempt in range(len(ends) - 1):
+            (job.folder / f"go.{attempt}").touch()
+        code = job.process.wait(60)
+    return code, (job.folder / "job.out").read_text()

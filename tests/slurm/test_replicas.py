@@ -33,17 +33,7 @@ class Ended:
 
 def run(folder: Path, *ends: str, **variables: str) -> Ended:
     """Run a job of 3 nodes with 2 GPUs each. Training's attempts end with "CODE STEP"."""
-    (folder / "ends").mkdir(parents=True, exist_ok=True)
-    for attempt, end in enumerate(ends):
-        (folder / "ends" / str(attempt)).write_text(f"{end}\n")
-    variables |= {"PYTHON": str(cluster.HERE / "program"), "ENDS": str(folder / "ends"), "ROOT": str(folder)}
-    options = ("--job-name=job", "--nodes=3", "--ntasks-per-node=2")
-    script = cluster.SCRIPTS / "qwen2.5-7b.sbatch"
-    with cluster.submit(folder / "slurm", script, *options, **variables) as job:
-        for attempt in range(len(ends) - 1):
-            (job.folder / f"go.{attempt}").touch()
-        code = job.process.wait(60)
-    text = (job.folder / "job.out").read_text()
+    code, text = cluster.run(folder, ends, "--nodes=3", "--ntasks-per-node=2", **variables)
     return Ended(code, re.findall(r" job \S+: (.*)", text) or text.splitlines(), folder)
 
 

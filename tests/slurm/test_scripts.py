@@ -29,18 +29,8 @@ ASYNCHRONOUS = "-async"  # ends the names of scripts whose last nodes serve; wit
 
 def run(folder: Path, *ends: str, arguments: Sequence[str] = (), **variables: str) -> tuple[int, list[str]]:
     """Return (exit code of the job, its lines about the attempts) if attempts end with "CODE STEP"."""
-    (folder / "ends").mkdir(parents=True)
-    for attempt, end in enumerate(ends):
-        (folder / "ends" / str(attempt)).write_text(f"{end}\n")
-    given = {"PYTHON": str(cluster.HERE / "program"), "ENDS": str(folder / "ends"), "ROOT": str(folder)}
-    options = ("--job-name=job", "--nodes=1", "--ntasks-per-node=1")
-    script = cluster.SCRIPTS / "qwen2.5-7b.sbatch"
-    given |= variables
-    with cluster.submit(folder / "slurm", script, *options, arguments=arguments, **given) as job:
-        for attempt in range(len(ends) - 1):
-            (job.folder / f"go.{attempt}").touch()
-        code = job.process.wait(60)
-    said = (job.folder / "job.out").read_text()
+    options = ("--nodes=1", "--ntasks-per-node=1")
+    code, said = cluster.run(folder, ends, *options, arguments=arguments, **variables)
     return code, re.findall(r" job \S+: (.*)", said)
 
 
