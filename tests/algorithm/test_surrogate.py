@@ -1,6 +1,7 @@
 """The surrogate on numbers to check by hand: given ratios, log-probs their logarithms; clip 0.2, c = 1/T."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio
 from megatron_stppo.algorithm.surrogate import compared, decided, segment_sums, surrogate
 from megatron_stppo.algorithm.variants import VARIANTS
-from tests.algorithm.reference import objective
+from megatron_stppo.evidence.bench import definition
 
 TURNS = torch.tensor([0, 2, 4])
 TRAJECTORY = torch.tensor([0, 4])
@@ -281,7 +282,10 @@ def test_gradient_equals_autograd_of_the_definition(lengths, seed, dual_clip, po
     old, advantage, weight = draw[0], draw[1], draw[2].abs()
     logprob = (old + 0.4 * draw[3]).requires_grad_()
     low, high = clip
-    expected = objective(logprob, old, advantage, weight, offsets, low, high, dual_clip, pooling, power)
+    segments, bounds = [slice(*pair) for pair in pairwise(offsets)], (1 - low, 1 + high)
+    expected, *_ = definition.clipped(
+        logprob, old, advantage, weight, segments, bounds, dual_clip or math.inf, power, pooling
+    )
     out = surrogate(
         logprob,
         old,

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo import ops
-from tests.algorithm.reference import objective
+from megatron_stppo.evidence.bench import definition
 from tests.ops.draws import offsets_of, three, uniform
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -149,9 +150,9 @@ def test_backward_equals_float64_autograd_of_the_definition(lengths, seed, power
     out = ops.clipped_surrogate(logprob, old, advantage, offsets, weight=0.25, **settings)
     out.objective.backward()
     weight = torch.full_like(exact, 0.25)
-    expected = objective(
-        *(exact, old.double(), advantage.double(), weight, offsets.tolist()), dual_clip=dual_clip, power=power
-    )
+    segments = [slice(*pair) for pair in pairwise(offsets.tolist())]
+    tokens = (exact, old.double(), advantage.double(), weight)
+    expected, *_ = definition.clipped(*tokens, segments, dual=dual_clip or math.inf, power=power)
     expected.backward()
     torch.testing.assert_close(out.objective.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logprob.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)

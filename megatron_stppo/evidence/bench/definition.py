@@ -8,8 +8,8 @@ second half writes down what a step maximises, and leaves its derivatives to aut
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean, pvariance
 
@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.config import AlgorithmConfig
-
-# ---------------------------------------------------------------------------------------------- advantages
 
 
 @dataclass
@@ -56,14 +54,14 @@ class ExactEpisode:
     outcome: str  # of Trajectory
 
     def lives(self, a: AlgorithmConfig) -> bool:
-        """Whether the episode carries loss."""
+        """Return whether the episode carries loss."""
         out = ("error", "timeout") + (("truncated",) if a.truncated == "mask" else ())
-        return self.outcome not in out and bool(self.histories[0])
+        return self.outcome not in out and any(self.histories)
 
     def rewards(self, history: Sequence[ExactTurn], a: AlgorithmConfig) -> list[float]:
         """Return the rewards of the turns; the last one bears the penalty of a long episode."""
         rewards = [turn.reward for turn in history]
-        if a.overlong_from is not None and a.overlong_to is not None:
+        if history and a.overlong_from is not None and a.overlong_to is not None:
             length = sum(len(turn.acted) for own in self.histories for turn in own)
             share = (length - a.overlong_from) / (a.overlong_to - a.overlong_from)
             rewards[-1] -= a.overlong_penalty * min(max(share, 0.0), 1.0)
@@ -75,6 +73,7 @@ class ExactEpisode:
 
 
 OwnAdvantage = Callable[[list[float], list[int], list[bool]], Sequence[float]]
+GaeStep = tuple[float, list[ExactToken]]  # its reward; its tokens, of which the first has its value
 
 
 def estimate(
@@ -87,50 +86,36 @@ def estimate(
     """
     live = [episode for episode in episodes if episode.lives(a)]
     if a.advantage != "gae":
-        of_turn = relative(episodes, a, own)
-        for n, history in enumerate(h for episode in episodes for h in episode.histories):
-            tokens = [(token, x) for turn, x in zip(history, of_turn[n], strict=True) for token in turn.acted]
-            to_come = 0.0  # KL penalties of this token and of the later ones
-            for token, x in reversed(tokens):
-                gamma = a.gamma if a.advantage == "kl" else 1.0
-                to_come = kl_penalty(token, a) + gamma * to_come
-                token.advantage = x - to_come
-        for episode in episodes:
-            for token in every_token([episode], a) if not episode.lives(a) else ():
-                token.advantage = 0.0
+        of_turns = relative(episodes, a, own)
+        for (episode, history), own_turns in zip(every_history(episodes), of_turns, strict=True):
+            if episode.lives(a):
+                subtract_penalties(history, own_turns, a)
         return 0.0
     for episode in live:
         by_critic(episode, a)
-    if not a.whiten or not differ([e.result(h, a) for e in live for h in e.histories]):
-        return 0.0
-    tokens_of_all = list(every_token(live, a))
-    mean = fmean(token.advantage for token in tokens_of_all)
-    deviation = math.sqrt(pvariance([token.advantage for token in tokens_of_all]) + 1e-8)
-    for token in tokens_of_all:
-        token.advantage = (token.advantage - mean) / max(deviation, usual / 2)
-    return deviation
+    return whiten(list(every_token(live, a)), usual) if a.whiten and vary(live, a) else 0.0
 
 
 def signals(episodes: Sequence[ExactEpisode], a: AlgorithmConfig, own: OwnAdvantage | None = None) -> bool:
     """Return whether the rewards are a signal; without one the actor is held."""
     live = [episode for episode in episodes if episode.lives(a)]
-    if a.advantage == "kl":
-        return True
     if a.advantage != "gae":
-        return any(x != 0 for of_history in relative(episodes, a, own) for x in of_history)
-    rewarded = any(r for e in live for h in e.histories for r in e.rewards(h, a))
-    return (a.gamma < 1 and rewarded) or differ([e.result(h, a) for e in live for h in e.histories])
+        return a.advantage == "kl" or any(chain.from_iterable(relative(episodes, a, own)))
+    rewarded = any(r for episode, history in every_history(live) for r in episode.rewards(history, a))
+    return (a.gamma < 1 and rewarded) or vary(live, a)
 
 
-def kl_penalty(token: ExactToken, a: AlgorithmConfig) -> float:
-    """Return what the KL divergence from the reference takes from the reward of an action token."""
-    return (
-        a.kl_coefficient * (token.old - token.reference) if a.kl_in == "reward" and a.kl_coefficient else 0.0
-    )
+def vary(episodes: Sequence[ExactEpisode], a: AlgorithmConfig) -> bool:
+    """Return whether the results of the histories differ."""
+    return differ([episode.result(history, a) for episode, history in every_history(episodes)])
 
 
-def every_token(episodes: Sequence[ExactEpisode], a: AlgorithmConfig) -> chain[ExactToken]:
-    return chain.from_iterable(turn.tokens(a) for e in episodes for h in e.histories for turn in h)
+def every_history(episodes: Sequence[ExactEpisode]) -> Iterator[tuple[ExactEpisode, list[ExactTurn]]]:
+    return ((episode, history) for episode in episodes for history in episode.histories)
+
+
+def every_token(episodes: Sequence[ExactEpisode], a: AlgorithmConfig) -> Iterator[ExactToken]:
+    return (token for _, history in every_history(episodes) for turn in history for token in turn.tokens(a))
 
 
 def differ(results: Sequence[float]) -> bool:
@@ -138,74 +123,100 @@ def differ(results: Sequence[float]) -> bool:
     return bool(results) and max(results) - min(results) > 1e-5 * max(map(abs, results))
 
 
+def whiten(tokens: Sequence[ExactToken], usual: float) -> float:
+    """Give the advantages mean 0, and divide them by their deviation, or half of the usual one."""
+    advantages = [token.advantage for token in tokens]
+    mean, deviation = fmean(advantages), math.sqrt(pvariance(advantages) + 1e-8)
+    for token in tokens:
+        token.advantage = (token.advantage - mean) / max(deviation, usual / 2)
+    return deviation
+
+
+def kl_penalty(token: ExactToken, a: AlgorithmConfig) -> float:
+    """Return what the KL divergence from the reference takes from the reward of an action token."""
+    taken = a.kl_in == "reward" and a.kl_coefficient > 0
+    return a.kl_coefficient * (token.old - token.reference) if taken else 0.0
+
+
+def subtract_penalties(history: Sequence[ExactTurn], of_turns: Sequence[float], a: AlgorithmConfig) -> None:
+    """Set the advantages without critic: those of the turns, less the penalties of a token and later ones."""
+    tokens = [(token, x) for turn, x in zip(history, of_turns, strict=True) for token in turn.acted]
+    to_come, gamma = 0.0, a.gamma if a.advantage == "kl" else 1.0
+    for token, x in reversed(tokens):
+        to_come = kl_penalty(token, a) + gamma * to_come
+        token.advantage = x - to_come
+
+
 def by_critic(episode: ExactEpisode, a: AlgorithmConfig) -> None:
-    """GAE: delta_t = r_t + gamma V_{t+1} - V_t, A_t = delta_t + gamma lam A_{t+1}."""
-    # a step: its reward, and the tokens that get its advantage
-    chains = list[list[tuple[float, list[ExactToken]]]]()
-    for history in episode.histories:
-        rewards, steps = episode.rewards(history, a), list[tuple[float, list[ExactToken]]]()
-        if a.gae_histories == "chained" and history is not episode.histories[-1]:
-            rewards[-1] = 0.0  # the last history has the reward of the episode
-        for turn, reward in zip(history, rewards, strict=True):
-            by_token = [-kl_penalty(token, a) for token in turn.acted]
-            by_token[-1] += reward
-            if a.gae_level == "turn":
-                steps.append((math.fsum(by_token), turn.acted))
-            else:
-                by_token += [0.0] * (len(turn.tokens(a)) - len(turn.acted))
-                steps += [(r, [token]) for r, token in zip(by_token, turn.tokens(a), strict=True)]
-        chains.append(steps)
+    """Set the advantages and targets of an episode by GAE."""
+    chains = [gae_steps(episode, history, a) for history in episode.histories]
     if a.gae_histories == "chained":
         chains = [list(chain.from_iterable(chains))]
+    cut = episode.outcome == "truncated" and a.truncated == "bootstrap"
     for n, steps in enumerate(chains):
         length = len(steps) if a.gae_histories == "alone" else sum(map(len, chains))
         lam = a.lam if a.lam_length is None else max(0.0, 1 - 1 / (a.lam_length * length))
         later = sum(map(len, chains[n + 1 :])) if a.gae_histories == "discounted" else 0
-        cut = episode.outcome == "truncated" and a.truncated == "bootstrap"
-        advantages = gae(steps, a.gamma, lam, cut)
-        critics = advantages if a.lam_critic is None else gae(steps, a.gamma, a.lam_critic, cut)
-        for (_, tokens), advantage, of_critic in zip(steps, advantages, critics, strict=True):
+        of_actor = gae(steps, a.gamma, lam, cut)
+        of_critic = of_actor if a.lam_critic is None else gae(steps, a.gamma, a.lam_critic, cut)
+        for (_, tokens), advantage, for_critic in zip(steps, of_actor, of_critic, strict=True):
             for token in tokens:
                 token.advantage = advantage * (a.gamma * lam) ** later
-                token.target = of_critic + tokens[0].value
+                token.target = for_critic + tokens[0].value
 
 
-def gae(steps: Sequence[tuple[float, list[ExactToken]]], gamma: float, lam: float, cut: bool) -> list[float]:
-    """Return the advantages of the steps. cut: the value of the last step stands for what follows it."""
-    advantage, out = 0.0, list[float]()
-    following = steps[-1][1][0].value if cut else 0.0
+def gae_steps(episode: ExactEpisode, history: Sequence[ExactTurn], a: AlgorithmConfig) -> list[GaeStep]:
+    """Return the steps of GAE in a history: tokens, or turns with the sum of their tokens' rewards."""
+    rewards, steps = episode.rewards(history, a), list[GaeStep]()
+    if rewards and a.gae_histories == "chained" and history is not episode.histories[-1]:
+        rewards[-1] = 0.0  # the last history has the reward of the episode
+    for turn, reward in zip(history, rewards, strict=True):
+        of_tokens = [-kl_penalty(token, a) for token in turn.acted]
+        of_tokens[-1] += reward
+        if a.gae_level == "turn":
+            steps.append((math.fsum(of_tokens), turn.acted))
+        else:
+            observed = [0.0] * (len(turn.tokens(a)) - len(turn.acted))
+            steps += ((r, [token]) for r, token in zip(of_tokens + observed, turn.tokens(a), strict=True))
+    return steps
+
+
+def gae(steps: Sequence[GaeStep], gamma: float, lam: float, cut: bool) -> list[float]:
+    """Return A_t = delta_t + gamma lam A_{t+1}, with delta_t = r_t + gamma V_{t+1} - V_t, of the steps.
+
+    cut: the value of the last step stands for what follows it.
+    """
+    advantage, advantages = 0.0, list[float]()
+    following = steps[-1][1][0].value if cut and steps else 0.0
     for reward, tokens in reversed(steps):
-        delta = reward + gamma * following - tokens[0].value
-        advantage = delta + gamma * lam * advantage
-        following = tokens[0].value
-        out.append(advantage)
-    return out[::-1]
+        value = tokens[0].value
+        advantage = reward + gamma * following - value + gamma * lam * advantage
+        following = value
+        advantages.append(advantage)
+    return advantages[::-1]
 
 
 def relative(
     episodes: Sequence[ExactEpisode], a: AlgorithmConfig, own: OwnAdvantage | None = None
 ) -> list[list[float]]:
     """Return the advantages without critic of the turns of each history, before KL penalties."""
-    every = [(episode, history) for episode in episodes for history in episode.histories]
-    given = list[float]()
+    every, of_own = list(every_history(episodes)), list[float]()
     if own is not None:
-        counted = [e.lives(a) and h is e.histories[0] for e, h in every]
-        given = list(own([e.result(h, a) for e, h in every], [e.task for e, _ in every], counted))
-    out = []
+        counted = [e.lives(a) and bool(h) and h is e.histories[0] for e, h in every]
+        of_own = list(own([e.result(h, a) for e, h in every], [e.task for e, _ in every], counted))
+    advantages = list[list[float]]()
     for n, (episode, history) in enumerate(every):
-        peers = [e for e in episodes if e.task == episode.task and e.lives(a)]
+        peers = [e for e in episodes if e.task == episode.task and e.lives(a) and e.histories[0]]
         firsts = [e.result(e.histories[0], a) for e in peers]
-        of_result = (
-            normal(episode.result(history, a), firsts, a.advantage != "group_mean") if history else 0.0
-        )
-        shared = given[n] if own is not None else 0.0 if a.advantage == "kl" else of_result
+        of_result = normal(episode.result(history, a), firsts, a.advantage != "group_mean")
+        shared = of_own[n] if own is not None else 0.0 if a.advantage == "kl" else of_result
         of_turns = [shared] * len(history)
         if a.advantage == "group_turn" and history is episode.histories[0]:
             of_turns = by_index(episode, peers, a)
         elif a.advantage == "gigpo":
             of_turns = [shared + a.turn_weight * x for x in by_state(episode, history, peers, a)]
-        out.append(of_turns if episode.lives(a) else [0.0] * len(history))
-    return out
+        advantages.append(of_turns if episode.lives(a) else [0.0] * len(history))
+    return advantages
 
 
 def normal(value: float, among: Sequence[float], divided: bool = True) -> float:
@@ -217,7 +228,7 @@ def normal(value: float, among: Sequence[float], divided: bool = True) -> float:
 
 def to_go(episode: ExactEpisode, history: Sequence[ExactTurn], a: AlgorithmConfig) -> list[float]:
     """Return G_k = r_k + gamma r_{k+1} + gamma^2 r_{k+2} + ... of each turn."""
-    rewards = episode.rewards(history, a) if history else []
+    rewards = episode.rewards(history, a)
     return [sum(r * a.gamma**j for j, r in enumerate(rewards[k:])) for k in range(len(rewards))]
 
 
@@ -238,18 +249,15 @@ def by_state(
 ) -> list[float]:
     """gigpo: turns that begin in the same state."""
     same: dict[int, list[float]] = {}
-    for peer in peers:
-        for own in peer.histories:
-            for turn, g in zip(own, to_go(peer, own, a), strict=True):
-                same.setdefault(turn.state, []).append(g)
+    for peer, own in every_history(peers):
+        for turn, g in zip(own, to_go(peer, own, a), strict=True):
+            same.setdefault(turn.state, []).append(g)
     returns = zip(history, to_go(episode, history, a), strict=True)
-    return [normal(g, same[turn.state]) if turn.state and turn.state in same else 0.0 for turn, g in returns]
-
-
-# -------------------------------------------------------------------------------------------------- a step
+    return [normal(g, same[turn.state]) if turn.state in same and turn.state else 0.0 for turn, g in returns]
 
 
 OwnLoss = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+Objective = tuple[Tensor, Tensor, Tensor]  # J, what clipping removes from it, the clipped tokens: bool [T]
 
 
 @dataclass(frozen=True)
@@ -279,14 +287,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class ExactStep:
-    """What a step computes. Numbers are of the minibatch; lists and tensors of its tokens, [T]."""
+    """What a step computes. Numbers are of the minibatch; tensors of its tokens, [T]."""
 
     weight: Tensor  # c_t times the factor of algorithm.mismatch
     slope: Tensor  # of the loss, by each log-prob
     slope_entropy: Tensor
     removed: Tensor  # b
-    numbers: dict[str, float] = field(default_factory=dict)  # by the names of docs/metrics.md
-    norms: dict[str, tuple[float, float]] = field(default_factory=dict)  # estimates of C and of grad J
+    numbers: dict[str, float]  # by the names of docs/metrics.md
+    norms: dict[str, tuple[float, float]]  # estimates of C and of grad J
 
 
 def pooled(delta: Tensor, pooling: str) -> Tensor:
@@ -310,17 +318,92 @@ def weights(s: Sample, a: AlgorithmConfig) -> Tensor:
     """Return c_t, times the factor for the engine's mismatch, whose masked tokens c_t does not count."""
     factor = mismatch(s, a)
     counted, c = s.counted & (factor != 0), torch.zeros_like(s.old)
-    whole = [slice(0, len(c))]
-    of_kind = {"token_mean": whole, "turn_mean": s.turns, "episode_mean": s.episodes}
+    of_kind = {"token_mean": [slice(0, len(c))], "turn_mean": s.turns, "episode_mean": s.episodes}
     parts = [part for part in of_kind.get(a.aggregation, s.histories) if counted[part].any()]
+    fixed = {"sequence_mean_token_sum": 1, "sequence_mean_token_sum_norm": a.aggregation_length}
     for part in parts:
-        tokens = float(counted[part].sum())
-        divisor = {
-            "sequence_mean_token_sum": 1.0,
-            "sequence_mean_token_sum_norm": float(a.aggregation_length or 0),
-        }.get(a.aggregation, tokens)
+        divisor = fixed.get(a.aggregation) or int(counted[part].sum())
         c[part] = counted[part].double() / (len(parts) * divisor)
     return torch.where(counted, c * factor, 0.0)
+
+
+def deciding(s: Sample, a: AlgorithmConfig, c: Tensor) -> Tensor:
+    """Return A_t; with clip_decision=segment, its mean over the segment, weighted by c."""
+    live, advantage = c != 0, torch.where(c != 0, s.advantage, 0.0)
+    for part in s.segments(a.segments) if a.clip_decision == "segment" else ():
+        if live[part].any():
+            mean = (c * advantage)[part].sum() / c[part].sum()
+            advantage[part] = torch.where(live[part], mean, 0.0)
+    return advantage
+
+
+def selected(s: Sample, a: AlgorithmConfig, advantage: Tensor) -> Tensor:
+    """Return the tokens that algorithm.select leaves in J, bool [T]."""
+    stays = torch.ones_like(s.counted)
+    for part in s.segments(a.segments) if a.select == "ratio" else ():
+        k = (part.stop - part.start) ** -a.clip_length_power
+        w = float(pooled((s.logprob - s.old)[part], a.pooling))
+        stays[part] = (1 - a.clip_low) ** k < w < (1 + a.clip_high) ** k
+    if a.select == "probability":
+        rise = s.logprob.exp() - s.old.exp()
+        stays = torch.where(advantage > 0, rise <= a.select_bound, rise >= -a.select_bound)
+    return stays
+
+
+def clipped(
+    logprob: Tensor,
+    old: Tensor,
+    advantage: Tensor,
+    c: Tensor,
+    segments: Sequence[slice],
+    bounds: tuple[float, float] = (0.8, 1.2),
+    dual: float = math.inf,
+    power: float = 0.0,
+    pooling: str = "mean",
+) -> Objective:
+    """Return J = sum c min(w A, clip(w) A), if A < 0 at least dual A; all bounds to the power of n^-power."""
+    total = removed = logprob.sum() * 0
+    out = torch.zeros(len(logprob), dtype=torch.bool)
+    for part in segments:
+        A, live = advantage[part], c[part] != 0
+        if not live.any():
+            continue
+        w, k = pooled((logprob - old)[part], pooling), (part.stop - part.start) ** -power
+        low, high = (bound**k for bound in bounds)
+        term = torch.minimum(w * A, w.clamp(low, high) * A)
+        term = torch.where(A < 0, torch.maximum(term, dual**k * A), term)
+        total = total + (c[part] * term)[live].sum()
+        outside = live & (((A > 0) & (w > high)) | ((A < 0) & (w < low)))
+        removed, out[part] = removed + (c[part] * w * A)[outside].sum(), outside
+    return total, removed, out
+
+
+def objective(
+    s: Sample, a: AlgorithmConfig, logprob: Tensor, advantage: Tensor, c: Tensor, own: OwnLoss | None
+) -> Objective:
+    """Return J without KL and entropy, of the configured loss. advantage: 0 for tokens that left J."""
+    live, segments = c != 0, s.segments(a.segments)
+    if own is None and a.loss is None:
+        all_stay = a.select == "all"
+        bounds = (1 - a.clip_low, 1 + a.clip_high) if all_stay else (0.0, math.inf)
+        power = a.clip_length_power if all_stay else 0.0
+        dual = a.dual_clip or math.inf
+        return clipped(logprob, s.old, advantage, c, segments, bounds, dual, power, a.pooling)
+    if own is not None:
+        ends = torch.tensor([0, *(part.stop for part in segments)])
+        old = torch.where(live, s.old, logprob.detach())
+        of_token = -own(logprob, old, advantage, None if a.segments == "token" else ends)
+    else:  # CISPO
+        w = (logprob - s.old).detach().exp().clamp(1 - a.clip_low, 1 + a.clip_high)
+        of_token = w * advantage * logprob
+    return (c * of_token)[live].sum(), logprob.sum() * 0, torch.zeros_like(live)
+
+
+KL: dict[str, Callable[[Tensor], Tensor]] = {  # of log pi - log ref
+    "k1": lambda difference: difference,
+    "k2": lambda difference: difference**2 / 2,
+    "k3": lambda difference: (-difference).exp() - 1 + difference,
+}
 
 
 def step(s: Sample, a: AlgorithmConfig, own: OwnLoss | None = None) -> ExactStep:
@@ -329,105 +412,54 @@ def step(s: Sample, a: AlgorithmConfig, own: OwnLoss | None = None) -> ExactStep
     own: algorithm.loss, if it names a function.
     """
     c = weights(s, a)
-    live = c != 0
+    live, deciding_T = c != 0, deciding(s, a, c)
     # also of tokens that the mismatch masks: they belong to the ratio of their segment
     logprob = torch.where(s.counted, s.logprob, 0.0).requires_grad_()
     entropy = torch.where(live, s.entropy, 0.0).requires_grad_()
-    objective, lost, clipped, stays = surrogate(s, a, logprob, c, own)
-    of_kl = {
-        "k1": lambda d: d,
-        "k2": lambda d: d**2 / 2,
-        "k3": lambda d: (-d).exp() - 1 + d,
-    }[a.kl_estimator]
+    stays = selected(s, a, deciding_T)
+    J, removed, out = objective(s, a, logprob, torch.where(stays, deciding_T, 0.0), c, own)
     in_loss = a.kl_coefficient if a.kl_in == "loss" else 0.0
-    divergence = (c * of_kl(logprob - s.reference))[live].sum() if in_loss else objective * 0
+    divergence = (c * KL[a.kl_estimator](logprob - s.reference))[live].sum() if in_loss else J * 0
     surprise = (c * entropy)[live].sum()
-    loss = -objective - a.entropy_coefficient * surprise + in_loss * divergence
-    slope, slope_entropy, g, b = (
-        torch.autograd.grad(x, leaf, retain_graph=True, materialize_grads=True, allow_unused=True)[0]
-        for x, leaf in ((loss, logprob), (loss, entropy), (objective, logprob), (lost, logprob))
-    )
-    in_logits = (1 - 2 * s.logprob.exp() + s.square).clamp(min=0)
-
-    def sizes(x: Tensor) -> dict[str, float]:
-        squares = x[s.counted] ** 2
-        in_space = {"coefficient": squares, "logit": squares * in_logits[s.counted]}
-        return {name: float(square.sum()) ** 0.5 for name, square in in_space.items()}
-
-    tokens, total = max(1, int(live.sum())), float(c.sum())
-    k3 = (logprob.detach() - s.old)[live]
+    loss = -J - a.entropy_coefficient * surprise + in_loss * divergence
+    g, b = slope(J, logprob), slope(removed, logprob)
+    tokens, total = max(1, int(live.sum())), float(c.sum()) or 1.0
     numbers = {
-        "actor/objective": objective.item(),
-        "actor/entropy": surprise.item() / (total or 1.0),
-        "actor/kl_loss": divergence.item() / (total or 1.0),
-        "actor/kl_to_old": float((k3.exp() - 1 - k3).sum()) / tokens,
-        "actor/clip_fraction": float(clipped.sum()) / tokens,
+        "actor/objective": J.item(),
+        "actor/entropy": surprise.item() / total,
+        "actor/kl_loss": divergence.item() / total,
+        "actor/kl_to_old": float(KL["k3"](s.old - s.logprob)[live].sum()) / tokens,
+        "actor/clip_fraction": float(out.sum()) / tokens,
         "actor/selected": float(stays[live].sum()) / tokens if live.any() else 1.0,
     }
-    of_g, of_b = sizes(g), sizes(b)
-    return ExactStep(c, slope, slope_entropy, b, numbers, {name: (of_b[name], of_g[name]) for name in of_g})
+    return ExactStep(c, slope(loss, logprob), slope(loss, entropy), b, numbers, estimates(s, b, g))
 
 
-def surrogate(
-    s: Sample, a: AlgorithmConfig, logprob: Tensor, c: Tensor, own: OwnLoss | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return J, the part of it that clipping removes without being clipped, and bool [T]: the tokens that are
-    clipped, and those that algorithm.select leaves in it."""
-    live, stays = c != 0, torch.ones_like(s.counted)
-    clipped, taken = torch.zeros_like(stays), torch.where(live, s.advantage, 0.0)
-    low, high, dual = 1 - a.clip_low, 1 + a.clip_high, a.dual_clip or math.inf
-    objective = lost = logprob.sum() * 0
-    if a.clip_decision == "segment":
-        for part in s.segments(a.segments):
-            if live[part].any():
-                taken[part] = torch.where(live[part], (c * taken)[part].sum() / c[part].sum(), 0.0)
-    for part in s.segments(a.segments):
-        if not live[part].any():
-            continue
-        w, k = pooled((logprob - s.old)[part], a.pooling), (part.stop - part.start) ** -a.clip_length_power
-        if a.select == "ratio":
-            stays[part] = low**k < w.item() < high**k
-        elif a.select == "probability":
-            change = (logprob.exp() - s.old.exp())[part].detach()
-            up = taken[part] > 0
-            stays[part] = torch.where(up, change <= a.select_bound, change >= -a.select_bound)
-        A = torch.where(stays, taken, 0.0)[part]
-        if own is not None or a.loss is not None:
-            continue
-        if a.select != "all":
-            kept = torch.minimum(w, torch.where(A < 0, dual, math.inf)) * A
-        else:
-            beyond = torch.where(A < 0, torch.minimum(w, torch.tensor(dual**k)), w)
-            kept = torch.minimum(beyond * A, w.clamp(low**k, high**k) * A)
-            out = live[part] & (((A > 0) & (w > high**k)) | ((A < 0) & (w < low**k)))
-            clipped[part], lost = out, lost + (c[part] * w * A)[out].sum()
-        objective = objective + (c[part] * kept)[live[part]].sum()
-    if own is not None:
-        ends = [0, *(part.stop for part in s.segments(a.segments))]
-        offsets = None if a.segments == "token" else torch.tensor(ends)
-        old = torch.where(live, s.old, logprob.detach())
-        of_token = own(logprob, old, torch.where(stays, taken, 0.0), offsets)
-        objective = objective - (c * of_token)[live].sum()
-    elif a.loss == "cispo":
-        w = (logprob - s.old).detach().exp().clamp(low, high)
-        objective = (c * w * torch.where(stays, taken, 0.0) * logprob)[live].sum()
-    return objective, lost, clipped, stays
+def slope(value: Tensor, leaf: Tensor) -> Tensor:
+    """Return the derivative by each number of `leaf`; 0 where there is none."""
+    return torch.autograd.grad(value, leaf, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
 
 
-def bias_norm(
-    step: ExactStep, a: AlgorithmConfig, gradient: float, exact: float = 0.0, estimator: str | None = None
-) -> float:
+def estimates(s: Sample, b: Tensor, g: Tensor) -> dict[str, tuple[float, float]]:
+    """Return what `coefficient` and `logit` estimate for ||C|| and ||grad J||."""
+    of_space = {"coefficient": torch.ones_like(b), "logit": 1 - 2 * s.logprob.exp() + s.square}
+
+    def size(x: Tensor, factor: Tensor) -> float:
+        return float((x**2 * factor.clamp(min=0))[s.counted].sum()) ** 0.5
+
+    return {name: (size(b, factor), size(g, factor)) for name, factor in of_space.items()}
+
+
+def bias_norm(step: ExactStep, a: AlgorithmConfig, gradient: float, exact: float = 0.0) -> float:
     """Return ||C|| in its unit. gradient: norm of the loss's gradient. exact: that of C, in parameters."""
-    name = estimator or a.correction
-    if name == "gradient":
-        size = exact
-    else:  # in parameter space, by the ratio of the two norms
-        of_c, of_j = step.norms[name]
-        size = of_c * gradient / of_j if of_c < 1e6 * of_j else max(of_c, 1e6 * gradient)
+    size = exact
+    if a.correction != "gradient":  # in parameter space, by the ratio of the two norms
+        of_c, of_j = step.norms[a.correction]
+        size = of_c / of_j * gradient if of_c < 1e6 * of_j else max(of_c, 1e6 * gradient)
         size = size if of_c else 0.0
-    tokens, total = float((step.weight != 0).sum()), float(step.weight.sum())
     if a.correction_unit == "sum":
-        return size * tokens / total if total else 0.0
+        total = float(step.weight.sum())
+        return size * float((step.weight != 0).sum()) / total if total else 0.0
     return min(size / gradient, 1e6) if a.correction_unit == "relative" else size
 
 
@@ -459,5 +491,5 @@ def rate(a: AlgorithmConfig, index: int, steps: int, last: float, to_old: float,
 
 def capped_kl(s: Sample, c: Tensor) -> float:
     """Return the mean of KL(old policy, policy) by k3, at most 1 nat per token, over the loss's tokens."""
-    delta = (s.logprob - s.old)[c != 0]
-    return float((delta.exp() - 1 - delta).clamp(max=1).mean()) if len(delta) else 0.0
+    kl = KL["k3"](s.old - s.logprob)[c != 0]
+    return float(kl.clamp(max=1).mean()) if len(kl) else 0.0

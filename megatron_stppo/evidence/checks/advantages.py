@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.own import OwnAdvantage
-from megatron_stppo.base.types import FAILED, Branch, Outcome, ScoredBatch, Task, Trajectory, Turn
+from megatron_stppo.base.types import FAILED, Branch, Outcome, ScoredBatch, Summary, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.evidence.bench import definition
@@ -47,9 +48,9 @@ def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> C
         episodes = defined(trajectories, seed)
         batch, group_N = scored(trajectories, episodes), groups_of([t.summary for t in trajectories])
         out = estimate(batch, a, group_N, own, usual)
-        called = None if own is None else _plain(own)
+        called = None if own is None else partial(of_lists, own)
         deviation = definition.estimate(episodes, a, usual, called)
-        acted = [token for turn in _turns(episodes) for token in turn.acted]
+        acted = [token for turn in turns_of(episodes) for token in turn.acted]
         pairs: list[tuple[str, Tensor | None, list[float]]] = [
             ("advantage", out.advantage_T, [token.advantage for token in acted])
         ]
@@ -105,24 +106,29 @@ def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Traj
 
 def defined(histories: Sequence[Trajectory], seed: int) -> list[definition.ExactEpisode]:
     """Return the episodes as the definition reads them, with random values and log-probs."""
-    draw, episodes = torch.Generator().manual_seed(seed), list[definition.ExactEpisode]()
+    draw, turns = torch.Generator().manual_seed(seed), list[list[definition.ExactTurn]]()
+
+    def token(failed: bool) -> definition.ExactToken:
+        value, old, reference = torch.randn(3, generator=draw).tolist()
+        unknown = float("nan")  # what failed may hold anything
+        return definition.ExactToken(unknown if failed else value, old, unknown if failed else reference)
+
     for history in histories:
-        failed = history.outcome in FAILED
+        befores = (history.prompt_ids, *(turn.observation_ids for turn in history.turns))
+        turns.append([])
+        for turn, before in zip(history.turns, befores, strict=False):
+            acted = [token(history.outcome in FAILED) for _ in turn.token_ids]
+            read = [token(history.outcome in FAILED) for _ in turn.observation_ids]
+            turns[-1].append(definition.ExactTurn(acted, read, turn.reward, hash(before) if before else 0))
+    return episodes_of(histories, turns)
 
-        def token(failed: bool = failed) -> definition.ExactToken:
-            value, old, reference = torch.randn(3, generator=draw).tolist()
-            broken = float("nan")  # what failed may hold anything
-            return (
-                definition.ExactToken(broken, old, broken)
-                if failed
-                else definition.ExactToken(value, old, reference)
-            )
 
-        own = list[definition.ExactTurn]()
-        for n, turn in enumerate(history.turns):
-            before = history.turns[n - 1].observation_ids if n else history.prompt_ids
-            tokens = [[token() for _ in ids] for ids in (turn.token_ids, turn.observation_ids)]
-            own.append(definition.ExactTurn(tokens[0], tokens[1], turn.reward, hash(before) if before else 0))
+def episodes_of(
+    histories: Sequence[Trajectory | Summary], turns: Sequence[list[definition.ExactTurn]]
+) -> list[definition.ExactEpisode]:
+    """Return the episodes of histories that have these turns."""
+    episodes = list[definition.ExactEpisode]()
+    for history, own in zip(histories, turns, strict=True):
         if history.branch:
             episodes[-1].histories.append(own)
         else:
@@ -130,9 +136,13 @@ def defined(histories: Sequence[Trajectory], seed: int) -> list[definition.Exact
     return episodes
 
 
+def turns_of(episodes: Sequence[definition.ExactEpisode]) -> list[definition.ExactTurn]:
+    return [turn for _, history in definition.every_history(episodes) for turn in history]
+
+
 def scored(histories: Sequence[Trajectory], episodes: Sequence[definition.ExactEpisode]) -> ScoredBatch:
     """Return the batch of the histories, with the numbers of the tokens of the episodes."""
-    turns = _turns(episodes)
+    turns = turns_of(episodes)
 
     def column(name: str, observed: bool = False) -> Tensor:
         tokens = chain.from_iterable(turn.acted + turn.read if observed else turn.acted for turn in turns)
@@ -148,16 +158,7 @@ def scored(histories: Sequence[Trajectory], episodes: Sequence[definition.ExactE
     )
 
 
-def _turns(episodes: Sequence[definition.ExactEpisode]) -> list[definition.ExactTurn]:
-    return [turn for episode in episodes for history in episode.histories for turn in history]
-
-
-def _plain(own: OwnAdvantage) -> definition.OwnAdvantage:
-    """Return the user's function for lists of numbers."""
-
-    def call(results: list[float], tasks: list[int], counted: list[bool]) -> list[float]:
-        results_N = torch.tensor(results, dtype=torch.float64)
-        advantage_N: list[float] = own(results_N, torch.tensor(tasks), torch.tensor(counted)).tolist()
-        return advantage_N
-
-    return call
+def of_lists(own: OwnAdvantage, results: list[float], tasks: list[int], counted: list[bool]) -> list[float]:
+    """Return what the user's function gives for lists of numbers."""
+    results_N = torch.tensor(results, dtype=torch.float64)
+    return [float(x) for x in own(results_N, torch.tensor(tasks), torch.tensor(counted))]

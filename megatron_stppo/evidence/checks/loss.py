@@ -8,7 +8,7 @@ terms on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from statistics import fmean
@@ -99,21 +99,14 @@ class WatchedLoss(ActorLoss):
     def terms(self, tokens: ActionTokens) -> tuple[Tensor, Tensor]:
         value, sums = super().terms(tokens)
         leaves = (tokens.logprob_T, tokens.entropy_T)
-        slopes = [_derivative(value, leaf) for leaf in leaves]
+        slopes = [definition.slope(value, leaf) for leaf in leaves]
         biased = self.bias_terms(tokens)[0] if self.own is None else value * 0
-        columns = (*leaves, tokens.sum_p_sq_T, *slopes, _derivative(-biased, leaves[0]))
-        for row, column in zip(self.seen, columns, strict=False):
-            row[tokens.rows_T] = column.detach().double().cpu()
-        self.seen[-1, tokens.rows_T] += 1
+        columns = (*leaves, tokens.sum_p_sq_T, *slopes, definition.slope(-biased, leaves[0]))
+        self.seen[:, tokens.rows_T] = torch.stack([column.detach().double().cpu() for column in columns])
         return value, sums
 
 
-COLUMNS = ("log-prob", "entropy", "sum p^2", "dloss/dlogprob", "dloss/dentropy", "clipped part", "count")
-
-
-def _derivative(value: Tensor, leaf: Tensor) -> Tensor:
-    found = torch.autograd.grad(value, leaf, retain_graph=True, allow_unused=True, materialize_grads=True)
-    return found[0]
+COLUMNS = ("log-prob", "entropy", "sum p^2", "dloss/dlogprob", "dloss/dentropy", "clipped part")
 
 
 @dataclass(frozen=True)
@@ -156,91 +149,82 @@ class Iteration:
         return cls(trial, learner, played, estimated, own, StepMemory(0.5, 9 * a.rate_kl, 1.5, 3))
 
     def wrong(self) -> Iterator[str]:
-        """Yield what differs. Collective."""
-        trainer, a = self.trial.trainer, self.trial.config.algorithm
+        """Yield what differs at each step, none of which is applied, and in the whole update. Collective."""
+        a, rows = self.trial.config.algorithm, list[dict[str, float]]()
         steps = [minibatch for epoch in self.batch.epochs for minibatch in epoch]
-        rows, factor, last = list[dict[str, float]](), self.memory.rate_scale, (0.0, 1.0)
-        trained = torch.zeros(len(self.batch.live_N))
+        factor, trained = self.memory.rate_scale, torch.zeros(len(self.played))
         for index, minibatch in enumerate(steps):
-            trainer.memory = self.memory
             weight_T = minibatch_weights(self.batch, minibatch.chosen, a)
-            seen = torch.zeros(len(COLUMNS), len(weight_T), dtype=torch.float64)
-            watched = WatchedLoss(self.batch, weight_T, a, self.trial.head, self.own, seen=seen)
-            metrics = actor_step(
-                trainer, watched, minibatch, self.trial.packer, True, index, len(steps)
-            ).metrics
-            self._reduce(seen)
-            trained[list(minibatch.chosen)] += 1
-            sample, at = self._sample(seen, minibatch), f"minibatch {index + 1}"
-            own = self.own if a.own_loss else None
-            step = definition.step(sample, a, own)
-            if not index:
+            metrics, seen = self._held(minibatch, weight_T)
+            sample, at = self._sample(seen, minibatch), f"of minibatch {index + 1}"
+            step = definition.step(sample, a, self.own if a.own_loss else None)
+            if index == 0:
                 yield from self._distribution(seen, minibatch)
-            rows_of_step = dict(zip(COLUMNS, seen, strict=True))
-            for name, found, needed in (
-                ("c_t", weight_T.double(), step.weight),
-                ("dloss/dlogprob", rows_of_step["dloss/dlogprob"], step.slope),
-                ("dloss/dentropy", rows_of_step["dloss/dentropy"], step.slope_entropy),
-                ("clipped part", rows_of_step["clipped part"], step.removed),
-            ):
-                yield from _apart(f"{name} of {at}", found, needed, FAR)
+            needed = (step.slope, step.slope_entropy, step.removed, step.weight)
+            for name, own, of in zip((*COLUMNS[3:], "c_t"), (*seen[3:], weight_T), needed, strict=True):
+                yield from _apart(f"{name} {at}", own, of, FAR)
             numbers = step.numbers | self._scaled(step, minibatch)
-            for name, number in numbers.items():
-                yield from self._number(f"{name} of {at}", metrics[name], number)
-            factor = definition.rate(
-                a, index, len(steps), factor, definition.capped_kl(sample, step.weight), self.memory.kl_after
-            )
+            yield from self._numbers(at, metrics, numbers)
+            to_old = definition.capped_kl(sample, step.weight)
+            factor = definition.rate(a, index, len(steps), factor, to_old, self.memory.kl_after)
             on_rate = 1.0 if a.correction_apply == "gradient" else numbers["actor/correction_scale"]
-            effective = {"actor/rate_scale": factor, "actor/effective_lr": RATE * factor * on_rate}
-            rows.append(numbers | effective)
-            on_gradient = numbers["actor/correction_scale"] if a.correction_apply == "gradient" else 1.0
-            last = (numbers["actor/gradient_norm"] * on_gradient, effective["actor/effective_lr"])
+            rows.append(numbers | {"actor/rate_scale": factor, "actor/effective_lr": RATE * factor * on_rate})
+            trained[list(minibatch.chosen)] += 1
         if not bool((trained == self.trial.config.update.epochs).all()):
             yield "an epoch does not have every episode once"
-        yield from self._updated(rows, factor, last)
+        yield from self._updated(rows)
 
-    def _updated(
-        self, rows: Sequence[dict[str, float]], factor: float, last: tuple[float, float]
-    ) -> Iterator[str]:
-        """Yield what differs after a whole update. last: norm of the gradient of Adam, and its rate."""
+    def _held(self, minibatch: Minibatch, weight_T: Tensor) -> tuple[dict[str, float], Tensor]:
+        """Compute a step without applying it. Return its metrics, and COLUMNS of all ranks. Collective."""
+        trial, seen = self.trial, torch.zeros(len(COLUMNS), len(weight_T), dtype=torch.float64)
+        trial.trainer.memory = self.memory
+        loss = WatchedLoss(self.batch, weight_T, trial.config.algorithm, trial.head, self.own, seen=seen)
+        metrics = actor_step(trial.trainer, loss, minibatch, trial.packer, hold=True).metrics
+        return metrics, self._reduced(seen)
+
+    def _updated(self, rows: Sequence[dict[str, float]]) -> Iterator[str]:
+        """Yield what differs after a whole update with steps that have these numbers. Collective."""
         trainer, iteration = self.trial.trainer, self.trial.config.update.critic_only
-        trainer.memory = self.memory
+        trainer.memory = before = self.memory
         row, ratios, _ = update(self.learner, self.batch, iteration, False, self.own)
-        for name in rows[0]:
-            number = fmean(each[name] for each in rows)
-            yield from self._number(f"{name} of the update", row[name], number)
+        yield from self._numbers(
+            "of the update", row, {name: fmean(r[name] for r in rows) for name in rows[0]}
+        )
         if ratios is None or not bool(ratios.chosen_T.all()):
             yield "the update has not computed every token"
-        norm, rate = last
-        for group in trainer.optimizer.param_groups:
-            yield from self._number("the optimizer's rate / 1e-30", group["lr"] / RATE, rate / RATE)
+        last, after = rows[-1], trainer.memory
         applied = norm_of(tensors(trainer, Counted.of(self.trial)))
-        yield from self._number("the norm of the optimizer's gradient", applied, norm)
-        before, after = self.memory, trainer.memory
-        mean = (before.deviation * before.whitened + DEVIATION) / (before.whitened + 1)
-        for name, found, needed in (
-            ("factor of the rate", after.rate_scale, factor),
-            ("KL after the update", after.kl_after, 0.0),
-            ("usual deviation", after.deviation, mean),
-        ):
-            yield from self._number(f"remembered {name}", found, needed)
+        found = {"norm of Adam's gradient": applied, "factor of the rate": after.rate_scale}
+        found |= {"KL after the update": after.kl_after, "usual deviation": after.deviation}
+        found |= {f"rate of Adam's group {n}": g["lr"] for n, g in enumerate(trainer.optimizer.param_groups)}
+        needed = dict.fromkeys(found, last["actor/effective_lr"]) | {
+            "norm of Adam's gradient": last["actor/scaled_gradient_norm"],
+            "factor of the rate": last["actor/rate_scale"],
+            "KL after the update": 0.0,
+            "usual deviation": (before.deviation * before.whitened + DEVIATION) / (before.whitened + 1),
+        }
+        yield from self._numbers("after the last step", found, needed)
 
-    def _number(self, name: str, found: float, needed: float) -> list[str]:
-        allowed = ROUNDED[process.dtype(self.trial.config)] * max(abs(needed), 1e-3)
-        return [] if abs(found - needed) <= allowed else [f"{name}: {found:.6g}, not {needed:.6g}"]
+    def _numbers(self, at: str, found: Mapping[str, float], needed: Mapping[str, float]) -> Iterator[str]:
+        for name, number in needed.items():
+            least = 0.0 if 0 < abs(number) < 1e-20 else 1e-3  # a rate must agree as such
+            allowed = ROUNDED[process.dtype(self.trial.config)] * max(abs(number), least)
+            if not abs(found[name] - number) <= allowed:
+                yield f"{name} {at}: {found[name]:.6g}, not {number:.6g}"
 
     def _scaled(self, step: definition.ExactStep, minibatch: Minibatch) -> dict[str, float]:
         """Return the numbers that need gradients of the model. Collective."""
-        a = self.trial.config.algorithm
+        a, clipped = self.trial.config.algorithm, step.numbers["actor/clip_fraction"]
         gradient = self._norm(minibatch, step.slope, step.slope_entropy)
-        clipped = step.numbers["actor/clip_fraction"]
-        exact = self._norm(minibatch, step.removed) if a.correction == "gradient" and clipped else 0.0
-        corrects = a.correction != "off" and clipped
-        norm = definition.bias_norm(step, a, gradient, exact) if corrects else 0.0
+        corrects = a.correction != "off" and clipped > 0
+        exact = self._norm(minibatch, step.removed) if a.correction == "gradient" and corrects else 0.0
+        bias = definition.bias_norm(step, a, gradient, exact) if corrects else 0.0
+        scale = definition.scale(bias, clipped, a)
         return {
             "actor/gradient_norm": gradient,
-            "actor/clipping_bias": norm,
-            "actor/correction_scale": definition.scale(norm, clipped, a),
+            "actor/clipping_bias": bias,
+            "actor/correction_scale": scale,
+            "actor/scaled_gradient_norm": gradient * (scale if a.correction_apply == "gradient" else 1.0),
         }
 
     def _norm(self, minibatch: Minibatch, slope_T: Tensor, of_entropy_T: Tensor | None = None) -> float:
@@ -269,9 +253,8 @@ class Iteration:
         records = forward_backward(self.trial.trainer.model, packed, of_logits, trains=False)
         for part, record in zip(packed, records, strict=False):
             exact[:, part.rows_T] = record.cpu()
-        self._reduce(exact)
         far = ROUNDED[process.dtype(self.trial.config)]
-        for name, found, needed in zip(COLUMNS, seen, exact, strict=False):
+        for name, found, needed in zip(COLUMNS, seen, self._reduced(exact), strict=False):
             yield from _apart(name, found, needed, far)
 
     def _statistics(self, hidden: Tensor, part: Microbatch) -> Tensor:
@@ -290,39 +273,37 @@ class Iteration:
         own = log_p.gather(1, part.target_T[:, None])[:, 0]
         return torch.stack([own, -(p * log_p).sum(1), p.square().sum(1)])
 
-    def _reduce(self, rows: Tensor) -> None:
+    def _reduced(self, rows: Tensor) -> Tensor:
         """Add up the rows of the ranks, each of which has some tokens, in place."""
         if not self.trial.mesh.is_last_stage:
             rows.zero_()
-        dist.all_reduce(rows, group=self.trial.mesh.token_group)
-        dist.all_reduce(rows, group=self.trial.mesh.pipeline_group)
+        for group in (self.trial.mesh.token_group, self.trial.mesh.pipeline_group):
+            dist.all_reduce(rows, group=group)
+        return rows
 
     def _sample(self, seen: Tensor, minibatch: Minibatch) -> definition.Sample:
+        """Return the tokens of all episodes, with those of the live ones of the minibatch counted."""
         batch, lengths = self.batch, [sum(len(turn.token_ids) for turn in t.turns) for t in self.played]
-        counted = [
-            n in minibatch.chosen and bool(t.turns) and t.outcome not in FAILED
-            for n, t in enumerate(self.played)
-        ]
-        columns = (batch.old_logprob_T, batch.reference_logprob_T, batch.rollout_logprob_T, batch.advantage_T)
-        old, reference, engine, advantage = (x.double() for x in columns if x is not None)
-        of_episodes = list[int]()
-        for trajectory, length in zip(self.played, lengths, strict=True):
-            if trajectory.branch:
-                of_episodes[-1] += length
-            else:
-                of_episodes.append(length)
+        assert batch.old_logprob_T is not None and batch.reference_logprob_T is not None
+        live = (bool(t.turns) and t.outcome not in FAILED for t in self.played)
+        counted = [n in minibatch.chosen and lives for n, lives in enumerate(live)]
+        firsts = [n for n, history in enumerate(self.played) if not history.branch]
+        histories = _slices(lengths)
         return definition.Sample(
-            seen[0],
-            old,
-            reference,
-            engine,
-            advantage,
-            seen[1],
-            seen[2],
-            torch.tensor(counted).repeat_interleave(torch.tensor(lengths)),
-            _slices(len(turn.token_ids) for trajectory in self.played for turn in trajectory.turns),
-            _slices(lengths),
-            _slices(of_episodes),
+            logprob=seen[0],
+            old=batch.old_logprob_T.double(),
+            reference=batch.reference_logprob_T.double(),
+            engine=batch.rollout_logprob_T.double(),
+            advantage=batch.advantage_T.double(),
+            entropy=seen[1],
+            square=seen[2],
+            counted=torch.tensor(counted).repeat_interleave(torch.tensor(lengths)),
+            turns=_slices(len(turn.token_ids) for history in self.played for turn in history.turns),
+            histories=histories,
+            episodes=[
+                slice(histories[first].start, histories[end - 1].stop)
+                for first, end in pairwise([*firsts, len(histories)])
+            ],
         )
 
 

@@ -1,7 +1,7 @@
 """Checks that a reward arrives at the last action token of its turn, and at no other token.
 
 Every turn gets a whole number of its own. Sums of them are exact in float32, so all comparisons of GAE are
-exact. What is expected is computed from the numbers of tokens alone, in plain Python.
+exact. What is expected is computed from the numbers of tokens alone, by the definition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.observed import with_observations
 from megatron_stppo.data.packing import groups_of
+from megatron_stppo.evidence.bench import definition
+from megatron_stppo.evidence.bench.definition import ExactToken, ExactTurn
 from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged
+from megatron_stppo.evidence.checks.advantages import episodes_of
 from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.stages import distribute
 
@@ -85,28 +88,19 @@ def rewarded(played: Played, rewards: Rewards, failed: Collection[int] = ()) -> 
 
 
 def expected(every: Sequence[Summary], rewards: Rewards, algorithm: AlgorithmConfig) -> list[float]:
-    """Return what GAE must give every action token, with gamma 1, values of 0, and lambda 0 or 1.
+    """Return what GAE must give every action token, with values of 0.
 
     Example: a turn of 2 tokens and one of 1, rewards (1, 2): (0, 1, 2) with lambda 0, (3, 3, 2) with 1.
     """
-    chained = algorithm.gae_histories == "chained"
-    later, out = 0.0, list[list[float]]()  # rewards, and tokens, of the later turns of the trajectory
-    follows = False  # whether a later history of the episode has turns
-    for n in reversed(range(len(every))):
-        own, is_last = list(rewards[n]), n + 1 == len(every) or not every[n + 1].branch
-        if not chained or is_last:
-            later = 0.0
-        elif own:
-            own[-1] = 0.0  # the last history has the reward of the episode
-        follows = not is_last and (follows or bool(every[n + 1].turns))
-        # (gamma lambda)^n of the steps in later histories
-        kept = 0.0 if algorithm.gae_histories == "discounted" and follows and not algorithm.lam else 1.0
-        live = every[n].outcome not in FAILED
-        for turn, reward in zip(reversed(every[n].turns), reversed(own), strict=True):
-            later = later * algorithm.lam + reward
-            before = later if algorithm.lam or algorithm.gae_level == "turn" else 0.0
-            out.append([later * kept * live] + [before * kept * live] * (turn.tokens - 1))
-    return [value for turn in reversed(out) for value in reversed(turn)]
+    turns = [
+        [
+            ExactTurn([ExactToken(0.0) for _ in range(turn.tokens)], [], reward)
+            for turn, reward in zip(summary.turns, own, strict=True)
+        ]
+        for summary, own in zip(every, rewards, strict=True)
+    ]
+    definition.estimate(episodes_of(every, turns), algorithm)
+    return [token.advantage for history in turns for turn in history for token in turn.acted]
 
 
 def _credited(stage: Stage) -> list[str]:

@@ -146,3 +146,12 @@ def test_mistakes_in_steps_are_found(tmp_path: Path) -> None:
 def test_healthy_settings_give_no_alarm(tmp_path: Path) -> None:
     (found,) = run_ranks(look, 1, bench.write(tmp_path / "m"), HEALTHY, (), {}, timeout=300)
     assert [lines for lines in found if lines] == []
+
+
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "context", "distributed optimizer", "expert"])
+def test_steps_are_the_same_on_two_ranks(tmp_path: Path, name: str) -> None:
+    parallel = {name: 2} if name in ("tensor", "pipeline", "context", "expert") else {}
+    sections = {"parallel": parallel, "model": {"lora": {"rank": 2}} if name == "pipeline" else {}}
+    model = bench.write(tmp_path / "m", "qwen3_moe" if name == "expert" else "qwen3")
+    first, second = run_ranks(look, 2, model, (PAPER, TURNS | KL), OF_LOSS[:1], sections, timeout=300)
+    assert first == second and first[:2] == [[], []] and first[2]
