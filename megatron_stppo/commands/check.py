@@ -85,8 +85,8 @@ def audit_tokens(
     overrides: Overrides = None,
     tolerance: Tolerance = None,
 ) -> None:
-    """Check whether the log-probs of FILE, which another trainer recorded, are those of a model, and say what
-    they may be instead; exit 1 if they are not. MODEL: Hugging Face folder. Default: model.dtype=bfloat16."""
+    """Check whether the log-probs of FILE, from another trainer, are those of the Hugging Face folder MODEL,
+    and say what else they may be; exit 1 if they are not. Default: model.dtype=bfloat16."""
     from megatron_stppo.config.file import overridden
     from megatron_stppo.evidence.audit import dumps
     from megatron_stppo.validation import checks

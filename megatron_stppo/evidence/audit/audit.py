@@ -12,8 +12,9 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate, count, groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -152,17 +153,13 @@ def finding_of(pieces: Sequence[Piece], version: int, scored: Scored) -> Version
     return VersionFinding(version, scored, others, worst)
 
 
-@dataclass(frozen=True)
-class Token:
-    """A token whose log-prob is far from the trainer's.
-
-    Example: Token(1.3, -2.0, -2.4, "iteration 4, line 17, turn 2, token 5").
-    """
+class Token(NamedTuple):
+    """A token whose log-prob is far from the trainer's."""
 
     excess: float  # difference / limit
     engine: float  # nats, as the following
     trainer: float
-    place: str
+    place: str  # such as iteration 4, line 17, turn 2, token 5
 
 
 @dataclass(frozen=True)
@@ -194,10 +191,7 @@ def exit_code(findings: Sequence[VersionFinding], damage: Sequence[str]) -> int:
 
 
 def show(
-    findings: Sequence[VersionFinding],
-    recorded: Records,
-    versions: Collection[int],
-    single: bool,
+    findings: Sequence[VersionFinding], recorded: Records, versions: Collection[int], single: bool
 ) -> None:
     """Print everything. versions: that tokens name. single: whether single tokens have limits."""
     damage = recorded.damage
@@ -257,10 +251,6 @@ def _worst(findings: Sequence[VersionFinding]) -> Table:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return ascending numbers with ranges. Example: [1, 2, 3, 7] gives "1-3, 7"."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
+    runs = groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    parts = [[number for _, number in run] for _, run in runs]
     return ", ".join(str(a[0]) if len(a) == 1 else f"{a[0]}-{a[-1]}" for a in parts)

@@ -12,7 +12,6 @@ from msgspec import Meta
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Task, Trajectory, Turn
 from megatron_stppo.config import ConfigError
-from megatron_stppo.config.section import Rule
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 FORM = '{"token_ids": [..], "action_mask": [0, .., 1], "logprobs": [..], "temperature": 1.0}'
@@ -40,22 +39,23 @@ class Recorded(msgspec.Struct, frozen=True):
             turns.append(Turn(ids[a:b], own, ids[b:end], 0.0, ((0, b - a),)))
         return Trajectory(Task("", (), (), "", line), ids[: edges[0]], tuple(turns), "ok")
 
-    def rules(self, shape: ModelShape) -> list[Rule]:
-        """Return what is refused, for a model of this shape."""
+    def fault(self, shape: ModelShape) -> str:
+        """Return why a model of this shape cannot score the episode, and what to do, or ""."""
         size, masked, given = len(self.token_ids), len(self.action_mask), len(self.logprobs)
-        largest, actions, own = max(self.token_ids, default=0), sum(self.action_mask), "give its own model"
-        unknown = f"token_ids: {largest} is above {shape.vocab - 1}, the largest of MODEL"
-        long = f"token_ids: {size} of them, but MODEL has {shape.max_positions} positions"
-        uneven = f"logprobs: {given} numbers for {actions} tokens with action_mask 1"
-        record = "record ids of the engine: a text that is encoded again has others than were sampled"
-        return [
-            Rule(largest >= shape.vocab, unknown, own),
-            Rule(size > shape.max_positions, long, f"leave the line out, or {own}"),
-            Rule(masked != size, f"action_mask: {masked} numbers for {size} token_ids", "give as many"),
-            Rule(not actions, "action_mask: has no 1", "leave the line out: the model generated nothing"),
-            Rule(self.action_mask[:1] == (1,), "action_mask: begins with 1", "give the prompt too"),
-            Rule(given != actions, uneven, record),
-        ]
+        largest, actions = max(self.token_ids, default=0), sum(self.action_mask)
+        rules = {
+            f"token_ids: {largest} is above {shape.vocab - 1}, the largest of MODEL; give the episode's own "
+            "model": largest >= shape.vocab,
+            f"token_ids: {size} of them, but MODEL has {shape.max_positions} positions; leave the line out": (
+                size > shape.max_positions
+            ),
+            f"action_mask: {masked} numbers for {size} token_ids; give as many": masked != size,
+            "action_mask: has no 1; leave the line out, the model generated nothing": not actions,
+            "action_mask: begins with 1; give the prompt too": self.action_mask[:1] == (1,),
+            f"logprobs: {given} numbers for {actions} tokens with action_mask 1; record the engine's ids: a "
+            "text that is encoded again has others than were sampled": given != actions,
+        }
+        return next((fault for fault, broken in rules.items() if broken), "")
 
 
 def read(path: Path, shape: ModelShape) -> dict[int, Recorded]:
@@ -67,16 +67,15 @@ def read(path: Path, shape: ModelShape) -> dict[int, Recorded]:
         raise ConfigError(
             f"FILE={path}: cannot be read ({error.strerror}); give JSON lines: {FORM}"
         ) from None
-    if not any(map(bytes.strip, lines)):
-        raise ConfigError(f"FILE={path}: is empty; give a line for each episode: {FORM}")
-    episodes = {}
+    episodes = dict[int, Recorded]()
     for number, line in enumerate(lines, 1):
         where = f"FILE={path} line {number}"
         try:
             episodes[number] = msgspec.json.decode(line, type=Recorded)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{where}: {one_line(str(error))}; give {FORM}") from None
-        for rule in episodes[number].rules(shape):
-            if rule.broken:
-                raise ConfigError(f"{where}, {rule}")
+        if fault := episodes[number].fault(shape):
+            raise ConfigError(f"{where}, {fault}")
+    if not episodes:
+        raise ConfigError(f"FILE={path}: is empty; give a line for each episode: {FORM}")
     return episodes

@@ -1,16 +1,15 @@
 """The command `audit-tokens`: whether the log-probs of a dump are those of a model, and why they are not.
 
-Each known cause is tried on turns that differ. A cause predicts other log-probs for the same tokens: those of
-the next token, those at another temperature, or those after another context. It explains a turn if the
-recorded log-probs are within their limits (bench/scoring.py) of the prediction, and if that is no chance: the
-*gain* is the logarithm of how much nearer they are, summed over tokens, minus the logarithm of the number of
-predictions that were tried.
+Each known cause predicts other log-probs for turns that differ: those of the next token, those at another
+temperature, or those after another context. It explains a turn if the recorded log-probs are within their
+limits (bench/scoring.py) of a prediction, and if that is no chance: the *gain* is the logarithm of how much
+nearer they are, summed over tokens, minus the logarithm of the number of predictions that were tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -26,7 +25,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.evidence.audit import audit
 from megatron_stppo.evidence.audit.dumps import Recorded
 from megatron_stppo.evidence.audit.records import PlayedIteration
-from megatron_stppo.evidence.bench.scoring import FACTOR, MEAN, judges_single, score
+from megatron_stppo.evidence.bench.scoring import FACTOR, MEAN, Scored, excess, judges_single, score
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.observe.metrics import progress
@@ -38,6 +37,7 @@ SURE = math.log(100)  # the least gain of one turn, or of most together
 WITHIN, NONE = 0.9, -1e9  # share of the tokens that must be within their limits, and the gain if they are not
 GRID, HEADER = 32, 64  # ends of a part that may be missing; tokens that may be missing before the prompt
 UPWARDS = math.log(1 / 0.85)  # gain of a log-prob that is too high: most are, also under older weights
+COLUMNS = ("version", "it looks like", "episodes", "for example")
 OTHER = "other weights, or a cause that is not known here"
 Ids = tuple[int, ...]
 Reason = tuple[float, str]  # gain, and what fits
@@ -56,18 +56,15 @@ class Suspect:
     named_T: Tensor  # by the model
     limit_T: Tensor
 
-    def excess(self, logprob_T: Tensor) -> Tensor:
-        """Return difference / limit for these log-probs."""
-        excess_T = (logprob_T - self.engine_T).abs() / self.limit_T.clamp(min=1e-30)
-        return excess_T.nan_to_num(nan=1e9).clamp(max=1e9)
-
     @property
     def differing_T(self) -> Tensor:
-        return self.excess(self.named_T) > 1
+        return excess(self.named_T, self.engine_T, self.limit_T) > 1
 
     def gain(self, logprob_T: Tensor, tries: int, own: slice = slice(None)) -> float:
         """Return how much a prediction explains of the tokens `own`; negative if they are beyond limits."""
-        before_T, after_T = self.excess(self.named_T)[own], self.excess(logprob_T)[own]
+        before_T, after_T = (
+            excess(x_T, self.engine_T, self.limit_T)[own].clamp(max=1e9) for x_T in (self.named_T, logprob_T)
+        )
         nearer = float(((1 + FACTOR * before_T) / (1 + FACTOR * after_T)).log().sum()) - math.log(tries)
         near = after_T.clamp(max=3).mean() <= MEAN / FACTOR and (after_T <= 1).float().mean() >= WITHIN
         return nearer if near else nearer + NONE
@@ -101,6 +98,7 @@ class Judge:
 
 
 Causes = dict[str, dict[Suspect, Reason]]  # {cause: the turns that it explains}
+Cause = Callable[[Judge, Sequence[Suspect]], list[Reason]]
 
 
 def audit_tokens(config: Config, episodes: Mapping[int, Recorded], tolerance: float | None = None) -> int:
@@ -112,15 +110,24 @@ def audit_tokens(config: Config, episodes: Mapping[int, Recorded], tolerance: fl
     with timed("models", mesh.rank == 0):
         learner = build_learner(config, shape, mesh, process.dtype(config), training=False)
         judge = Judge(learner, load_tokenizer(config.model.path))
-    findings, reasons = list[audit.VersionFinding](), dict[str, Causes]()
+    findings, table = [], Table(*COLUMNS, title="why log-probs differ")
     for version in dict.fromkeys(episode.version for episode in episodes.values()):
-        own = {line: episode for line, episode in episodes.items() if episode.version == version}
-        finding, causes = _audited(judge, own, tolerance, mesh.rank == 0)
-        findings.append(replace(finding, version=one_line(str(version))))
-        reasons[one_line(str(version))] = causes
+        at = dict[float, dict[int, Trajectory]]()
+        for line, episode in episodes.items():
+            if episode.version == version:
+                at.setdefault(episode.temperature, {})[line] = episode.trajectory(line)
+        played = [judge.played(trajectories, temperature) for temperature, trajectories in at.items()]
+        pieces, name = list(audit.pieces_of(learner, played, 0)), one_line(str(version))
+        scored = score(learner, pieces, 0, tolerance, shown=mesh.rank == 0)
+        findings.append(replace(audit.finding_of(pieces, 0, scored), version=name))
+        suspects = _suspects(played, scored) if findings[-1].reasons else []
+        for cause, turns in explain(judge, suspects, shown=mesh.rank == 0).items():
+            turn, (_, detail) = max(turns.items(), key=lambda item: item[1])
+            example = one_line(f"line {turn.line}, turn {turn.turn}: {detail}").removesuffix(": ")
+            table.add_row(name, cause, f"{len(turns)} of {len(suspects)} examined", example)
     code = audit.exit_code(findings, ())
     if mesh.rank == 0:
-        audit.print_tables(findings, _reasons(reasons))
+        audit.print_tables(findings, table)
         say(audit.NO_SINGLE, not judges_single(learner, tolerance))
         say(audit.NOT_CHECKED)
         beyond, tokens = sum(f.scored.beyond for f in findings), sum(f.tokens for f in findings)
@@ -130,53 +137,26 @@ def audit_tokens(config: Config, episodes: Mapping[int, Recorded], tolerance: fl
     return code
 
 
-def _audited(
-    judge: Judge, episodes: Mapping[int, Recorded], tolerance: float | None, shown: bool
-) -> tuple[audit.VersionFinding, Causes]:
-    """Score the episodes of one version, and explain those that differ."""
-    at = dict[float, dict[int, Trajectory]]()
-    for line, episode in episodes.items():
-        at.setdefault(episode.temperature, {})[line] = episode.trajectory(line)
-    played = [judge.played(trajectories, temperature) for temperature, trajectories in at.items()]
-    pieces = list(audit.pieces_of(judge.learner, played, 0))
-    scored = score(judge.learner, pieces, 0, tolerance, shown)
-    finding = audit.finding_of(pieces, 0, scored)
-    if not finding.reasons:
-        return finding, {}
-    every = list(_turns(played, torch.stack((scored.engine_T, scored.named_T, scored.limit_T))))
-    differ = [suspect for suspect in every if suspect.differing_T.any()] or every
-    first = list({suspect.line: suspect for suspect in reversed(differ)}.values())[::-1]
-    return finding, explain(judge, first[:: -(-len(first) // EXAMINED)], shown)
-
-
-def _turns(played: Iterable[PlayedIteration], columns: Tensor) -> Iterator[Suspect]:
-    """Yield all turns. columns: the tensors of a Suspect, of all action tokens: [3, T]."""
-    done = 0
+def _suspects(played: Iterable[PlayedIteration], scored: Scored) -> list[Suspect]:
+    """Return the first turn that differs of some episodes; if only the mean differs, their first turn."""
+    columns, done, turns = torch.stack((scored.engine_T, scored.named_T, scored.limit_T)), 0, list[Suspect]()
     for part in played:
         for line, trajectory in zip(part.lines, part.trajectories, strict=True):
             context = trajectory.prompt_ids
             for number, turn in enumerate(trajectory.turns, 1):
                 ids = turn.token_ids[:COMPARED]
                 own = columns[:, done : done + len(ids)]
-                yield Suspect(line, number, part.config.rollout.temperature, context, ids, *own)
+                turns.append(Suspect(line, number, part.config.rollout.temperature, context, ids, *own))
                 done, context = done + len(turn.token_ids), context + turn.token_ids + turn.observation_ids
-
-
-def _reasons(versions: Mapping[str, Causes]) -> Table:
-    table = Table("version", "it looks like", "episodes", "for example", title="why log-probs differ")
-    for version, causes in versions.items():
-        examined = sum(map(len, causes.values()))
-        for cause, explained in causes.items():
-            turn, (_, detail) = max(explained.items(), key=lambda item: item[1])
-            example = one_line(f"line {turn.line}, turn {turn.turn}: {detail}").removesuffix(": ")
-            table.add_row(version, cause, f"{len(explained)} of {examined} examined", example)
-    return table
+    differ = [suspect for suspect in turns if suspect.differing_T.any()] or turns
+    first = list({suspect.line: suspect for suspect in reversed(differ)}.values())[::-1]
+    return first[:: -(-len(first) // EXAMINED)]
 
 
 def explain(judge: Judge, suspects: Sequence[Suspect], shown: bool) -> Causes:
     """Return the causes, the commonest first. shown: whether progress is. Collective."""
     left, causes = list(suspects), Causes()
-    for cause in progress(list(CAUSES), "causes", shown):
+    for cause in progress(list(CAUSES if left else ()), "causes", shown):
         reasons = CAUSES[cause](judge, left) if left else []
         explained = {s: reason for s, reason in zip(left, reasons, strict=True) if reason[0] > 0}
         gains = [gain for gain, _ in explained.values()]
@@ -190,24 +170,21 @@ def explain(judge: Judge, suspects: Sequence[Suspect], shown: bool) -> Causes:
 
 
 def _shifted(judge: Judge, suspect: Suspect) -> Reason:
-    reasons = []
-    for by, own, which in ((-1, slice(-1), "next one"), (1, slice(1, None), "one before")):
+    def of(by: int, own: slice, which: str) -> Reason:
         moved = replace(suspect, limit_T=suspect.limit_T.roll(by))
-        gain = moved.gain(suspect.named_T.roll(by), 2, own)
-        reasons.append((gain, f"each token has the log-prob of the {which}"))
-    return max(reasons)
+        return moved.gain(suspect.named_T.roll(by), 2, own), f"each token has the log-prob of the {which}"
+
+    return max(of(-1, slice(-1), "next one"), of(1, slice(1, None), "one before"))
 
 
 def _at_another_temperature(judge: Judge, suspects: Sequence[Suspect]) -> list[Reason]:
     """Look for one temperature of all turns, in ever finer steps."""
     turns, engine_T = [(s.context, s.ids) for s in suspects], torch.cat([s.engine_T for s in suspects])
-
-    def away(temperature: float) -> float:
-        return float((torch.cat(judge.logprobs(turns, temperature)) - engine_T).abs().mean())
-
     best, ratio = 1.0, 1.7
     while ratio > 1 + 1e-7:
-        best, ratio = min((best * ratio**n for n in range(-3, 4)), key=away), ratio**0.35
+        tries = [best * ratio**n for n in range(-3, 4)]
+        away = [(torch.cat(judge.logprobs(turns, t)) - engine_T).abs().mean() for t in tries]
+        best, ratio = tries[int(torch.stack(away).argmin())], ratio**0.35
     return [
         (s.gain(logprob_T, 7), f"recorded at temperature {best:.3g}, not {s.temperature:.3g}")
         for s, logprob_T in zip(suspects, judge.logprobs(turns, best), strict=True)
@@ -220,19 +197,6 @@ def _encoded_again(judge: Judge, suspect: Suspect) -> Reason:
     again = tuple(judge.tokenizer(text, add_special_tokens=False)["input_ids"])
     contexts = [again] if again and again != suspect.context else []
     return judge.best(suspect, contexts)[0], "fits if the text before the turn is encoded again"
-
-
-def _other_token(judge: Judge, suspect: Suspect) -> Reason:
-    """Look for another token with which the text may go on, where the turn first differs."""
-    at = int(suspect.differing_T.float().argmax())
-    texts = [text or "" for text in judge.tokenizer.convert_ids_to_tokens(list(suspect.ids[at:]))]
-    text, vocabulary = "".join(texts), judge.tokenizer.get_vocab()
-    starts = sorted({text[:n] for n in range(1, len(text) + 1)} & vocabulary.keys() - {texts[0]})
-    turns = [(suspect.context + suspect.ids[:at], (vocabulary[start],)) for start in starts]
-    logprobs, own = judge.logprobs(turns, suspect.temperature), slice(at, at + 1)
-    gains = [suspect.gain(logprob_T, len(starts), own) for logprob_T in logprobs]
-    gain, start = max(zip(gains, starts, strict=True), default=(NONE, ""))
-    return gain, f"token {at + 1} of the turn was {start!r}, not {texts[0]!r}"
 
 
 def _without_a_part(judge: Judge, suspect: Suspect) -> Reason:
@@ -266,14 +230,14 @@ def _renormalised(judge: Judge, suspects: Sequence[Suspect]) -> list[Reason]:
     return [(UPWARDS * n, "no log-prob is too low; record those before top_p and top_k") for n in counts]
 
 
-def _each(*reasons: Callable[[Judge, Suspect], Reason]) -> Callable[[Judge, Sequence[Suspect]], list[Reason]]:
+def _each(*reasons: Callable[[Judge, Suspect], Reason]) -> Cause:
     return lambda judge, suspects: [max(of(judge, suspect) for of in reasons) for suspect in suspects]
 
 
-CAUSES: dict[str, Callable[[Judge, Sequence[Suspect]], list[Reason]]] = {
+CAUSES: dict[str, Cause] = {
     "log-probs shifted by one token": _each(_shifted),
     "another temperature": _at_another_temperature,
-    "text decoded and encoded again": _each(_encoded_again, _other_token),
+    "text decoded and encoded again": _each(_encoded_again),
     "a cut prompt or context": _each(_without_a_part, _with_a_header),
     "log-probs of the tokens that top_p or top_k keeps": _renormalised,
 }

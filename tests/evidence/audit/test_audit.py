@@ -72,6 +72,24 @@ def test_an_untouched_run_passes_and_all_its_tokens_are_audited(run: Path) -> No
     assert "damaged" not in said and "the 10 worst tokens" in said
 
 
+def test_a_dump_of_the_engines_tokens_passes_and_one_of_other_weights_does_not(run: Path) -> None:
+    rows = []
+    for iteration in (1, 3):
+        path = run / "trajectories" / f"iteration-{iteration:05d}.jsonl"
+        for line in map(json.loads, path.read_text().splitlines()):
+            ids, mask = list(line["prompt_ids"]), [0] * len(line["prompt_ids"])
+            for turn in line["turns"]:
+                ids += turn["token_ids"] + turn["observation_ids"]
+                mask += [1] * len(turn["token_ids"]) + [0] * len(turn["observation_ids"])
+            logprobs = [x for turn in line["turns"] for x in turn["rollout_logprob"]]
+            rows.append({"token_ids": ids, "action_mask": mask, "logprobs": logprobs})
+    dump, model = run.parent / "dump.jsonl", str(run.parents[1] / "model")
+    dump.write_text("".join(json.dumps(row) + "\n" for row in rows[:32]))
+    assert "passed; " in start(["audit-tokens", str(dump), model])
+    dump.write_text("".join(json.dumps(row) + "\n" for row in rows[32:]))
+    assert "other weights" in start(["audit-tokens", str(dump), model], status=1)
+
+
 def test_a_log_prob_that_is_off_by_3_nats_and_changed_tokens_are_found_and_placed(run: Path) -> None:
     changed = copied(run, "log-probs")
     without_digests(changed)

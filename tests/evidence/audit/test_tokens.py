@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_stppo.config import ConfigError
+from megatron_stppo.evidence.audit.dumps import Recorded, read
+from megatron_stppo.weights.sharding.hf_names import read_shape
 from tests.replicas.test_promises import start
 from tests.rollout.vllm.tiny import build_model
 
@@ -99,3 +104,60 @@ def test_healthy_episodes_pass_and_each_fault_is_named(tmp_path: Path, dtype: st
     named = {version: cause for _, version, cause, count, *_ in rows if "examined" in count}
     assert {version.strip(): cause.strip()[:20] for version, cause in named.items()} == EXPECTED
     assert "tokens cannot have the recorded log-probs" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": [5, 6, 320]}, "token_ids: 320 is above 319, the largest of MODEL"),
+        ({"token_ids": [5] * 257}, "token_ids: 257 of them, but MODEL has 256 positions"),
+        ({"action_mask": [0, 1]}, "action_mask: 2 numbers for 3 token_ids"),
+        ({"action_mask": [0, 0, 2]}, "Expected `int` <= 1 - at `$.action_mask[2]`"),
+        ({"action_mask": [0, 0, 0]}, "action_mask: has no 1"),
+        ({"action_mask": [1, 0, 0]}, "action_mask: begins with 1"),
+        ({"logprobs": [-1.0, -2.0]}, "logprobs: 2 numbers for 1 tokens with action_mask 1"),
+        ({"logprobs": [float("nan")]}, "JSON is malformed"),
+        ({"temperature": 0}, "Expected `float` > 0.0 - at `$.temperature`"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused_with_line_field_and_remedy(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    build_model(tmp_path / "model")
+    row = {"token_ids": [5, 6, 7], "action_mask": [0, 0, 1], "logprobs": [-1.0]}
+    dump = tmp_path / "dump.jsonl"
+    dump.write_text(json.dumps(row) + "\n" + json.dumps(row | change) + "\n")
+    with pytest.raises(ConfigError) as error:
+        read(dump, read_shape(tmp_path / "model"))
+    where, _, rest = str(error.value).partition(" line 2")
+    assert where == f"FILE={dump}" and message in rest and "; " in rest and "\n" not in rest
+
+
+def test_a_file_or_model_that_is_missing_ends_with_code_2(tmp_path: Path) -> None:
+    build_model(tmp_path / "model")
+    said = start(["audit-tokens", str(tmp_path / "no.jsonl"), str(tmp_path / "model")], status=2)
+    assert "no.jsonl: cannot be read (No such file or directory); give JSON lines" in said
+    assert "model.path=nowhere: no such folder; " in start(["audit-tokens", "no.jsonl", "nowhere"], status=2)
+
+
+def test_the_converters_of_the_page_make_episodes_of_what_verl_and_slime_save() -> None:
+    """verl pads prompts on the left and responses on the right, slime has log-probs of 0 for observations."""
+    page = (Path(__file__).parents[3] / "docs" / "audit.md").read_text()
+    names: dict[str, Any] = {"torch": torch}
+    exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)
+    row = {
+        "input_ids": [0, 5, 6, 7, 8, 9, 0],
+        "attention_mask": [0, 1, 1, 1, 1, 1, 0],
+        "response_mask": [1, 0, 1, 0],
+        "rollout_log_probs": [-0.5, 0.0, -2.0, 0.0],
+    }
+    padded = {name: torch.tensor(values) for name, values in row.items()}
+    sample = {"tokens": [5, 6, 7, 8, 9], "response_length": 3, "loss_mask": [1, 0, 1]}
+    sample |= {"rollout_log_probs": [-0.5, 0.0, -2.0], "weight_versions": ["40"]}
+    needed = Recorded((5, 6, 7, 8, 9), (0, 0, 1, 0, 1), (-0.5, -2.0), 0.7)
+    (verl,) = names["from_verl"]([padded], 0.7)
+    (slime,) = names["from_slime"]([sample], 0.7)
+    assert msgspec.json.decode(json.dumps(verl), type=Recorded) == needed
+    assert msgspec.json.decode(json.dumps(slime), type=Recorded) == msgspec.structs.replace(
+        needed, version="40"
+    )
