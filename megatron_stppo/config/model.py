@@ -21,11 +21,7 @@ def _several(value: Any) -> Any:
 class LoraConfig(Section):
     """Low-rank adapters (LoRA): W + alpha / rank * B A, of which only A and B are trained."""
 
-    rank: int = Field(
-        0,
-        ge=0,
-        description="0: no adapters, all weights are trained; with path: its rank",
-    )
+    rank: int = Field(0, ge=0, description="0: no adapters, all weights are trained; with path: its rank")
     alpha: float = Field(32.0, gt=0, description="B A is multiplied by alpha / rank; with path: its alpha")
     targets: Annotated[tuple[Target, ...], BeforeValidator(_several)] = Field(
         ("all-linear",),
@@ -74,8 +70,7 @@ class ModelConfig(Section):
         "auto", description="auto: float32 on CPU, bfloat16 on GPU"
     )
     head_dtype: Literal["auto", "float32", "model"] = Field(
-        "auto",
-        description="type of the logits, in engine and trainer. auto: float32 on GPU; model: dtype",
+        "auto", description="type of the logits, in engine and trainer. auto: float32 on GPU; model: dtype"
     )
     layers: Literal["local", "transformer_engine", "auto"] = Field(
         "local",
@@ -88,8 +83,7 @@ class ModelConfig(Section):
         "installed, on a GPU in bfloat16; they have not run on a GPU yet",
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        "none",
-        description="activations recomputed in the backward pass: none, attention, every layer",
+        "none", description="activations recomputed in the backward pass: none, attention, every layer"
     )
 
     template_arguments: dict[str, bool | int | float | str] = Field(

@@ -61,8 +61,7 @@ class EnvironmentConfig(Section):
         description="agent: a program and its arguments instead; the last line of its output is the reward",
     )
     command_variables: list[str] = Field(
-        [],
-        description="agent: environment variables that the command gets besides PATH and a few more",
+        [], description="agent: environment variables that the command gets besides PATH and a few more"
     )
     agents_address: str = Field(
         "127.0.0.1",
@@ -71,13 +70,10 @@ class EnvironmentConfig(Section):
         "plain HTTP",
     )
     tool_parser: str | None = Field(
-        None,
-        description="agent: vLLM's parser of tool calls, such as hermes; needed for tools",
+        None, description="agent: vLLM's parser of tool calls, such as hermes; needed for tools"
     )
     max_turns: int = Field(
-        4,
-        ge=1,
-        description="turns per episode; search: one more, which must answer; agent: completions",
+        4, ge=1, description="turns per episode; search: one more, which must answer; agent: completions"
     )
     max_observation_tokens: int = Field(500, ge=1, description="tokens kept of an observation")
     after_end: Literal["message", "text"] = Field(
@@ -148,9 +144,7 @@ class RolloutConfig(Section):
     tasks_per_iteration: int = Field(64, ge=1, description="tasks drawn per iteration, over all replicas")
     samples_per_task: int = Field(1, ge=1, description="episodes per task; group advantages need more than 1")
     resample: int = Field(
-        0,
-        ge=0,
-        description="rounds in which groups of equal rewards are replaced (docs/algorithms.md)",
+        0, ge=0, description="rounds in which groups of equal rewards are replaced (docs/algorithms.md)"
     )
     engine_tensor: int | None = Field(
         None, ge=1, description="tensor parallel size of the engine; default: parallel.tensor"

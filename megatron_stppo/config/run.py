@@ -31,17 +31,13 @@ class RunConfig(Section):
         description="write from a copy in host memory while training continues; false: wait for the disk",
     )
     end_margin: float = Field(
-        300,
-        ge=0,
-        le=10_000_000,
-        description="seconds before SLURM_JOB_END_TIME for the last checkpoint",
+        300, ge=0, le=10_000_000, description="seconds before SLURM_JOB_END_TIME for the last checkpoint"
     )
     nonfinite_budget: int = Field(
         5, ge=0, description="skipped steps above which the run ends with exit code 93"
     )
     dump: Literal["none", "faults", "all"] = Field(
-        "faults",
-        description="iterations whose scored batch is written to dumps/",
+        "faults", description="iterations whose scored batch is written to dumps/"
     )
     keep_dumps: int = Field(4, ge=1, description="newest dumps to keep")
     spike_deviations: float = Field(
@@ -50,13 +46,10 @@ class RunConfig(Section):
         description="robust standard deviations above the median at which a value of an update is a spike",
     )
     spike_window: int = Field(
-        32,
-        ge=4,
-        description="iterations for that median; no spikes before half of them",
+        32, ge=4, description="iterations for that median; no spikes before half of them"
     )
     rollback: bool = Field(
-        False,
-        description="after a spike, restore the newest checkpoint (once each) and go to the next tasks",
+        False, description="after a spike, restore the newest checkpoint (once each) and go to the next tasks"
     )
 
     @property
@@ -70,8 +63,7 @@ class DeadlinesConfig(Section):
 
     start_up: Seconds = Field(3600.0, description="until the first rollout or evaluation begins")
     rollout: Seconds = Field(
-        3600.0,
-        description="one rollout; environment.tool_wait is added if tools can be unavailable",
+        3600.0, description="one rollout; environment.tool_wait is added if tools can be unavailable"
     )
     score: Seconds = Field(3600.0, description="computing log-probs and values")
     advantage: Seconds = Field(600.0, description="computing advantages")

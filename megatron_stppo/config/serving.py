@@ -47,8 +47,7 @@ class ServingConfig(Section):
         "else MASTER_ADDR's, or under Slurm the first rank's node's",
     )
     timeout: Seconds = Field(
-        60.0,
-        description="seconds without a sign of life after which a replica or the trainer is lost",
+        60.0, description="seconds without a sign of life after which a replica or the trainer is lost"
     )
 
     def rules(self) -> Iterable[Rule]:

@@ -66,9 +66,7 @@ class UpdateConfig(Section):
         4096, ge=1, description="rows of logits in memory at a time; a longer turn exceeds it"
     )
     critic_only: int = Field(
-        0,
-        ge=0,
-        description="first iterations, in which the actor's steps are computed but not applied",
+        0, ge=0, description="first iterations, in which the actor's steps are computed but not applied"
     )
     critic_steps: int = Field(1, ge=1, description="optimizer steps of the critic per step of the actor")
     actor: ActorOptimizerConfig = ActorOptimizerConfig()
@@ -82,9 +80,7 @@ class UpdateConfig(Section):
 class ColdStartConfig(Section):
     tokens: int | None = Field(None, ge=1, description="tokens of the file to train on; default: all")
     batch_tokens: int = Field(
-        16384,
-        ge=1,
-        description="most tokens per optimizer step over all ranks; each has at least one row",
+        16384, ge=1, description="most tokens per optimizer step over all ranks; each has at least one row"
     )
     lr: float = Field(1e-3, gt=0, description="highest learning rate of Adam; a cosine decays it to a tenth")
     warmup_fraction: float = Field(
@@ -93,9 +89,7 @@ class ColdStartConfig(Section):
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     context_weight: float = Field(
-        1.0,
-        ge=0,
-        description="weight of prompts and observations in the loss; turns have 1",
+        1.0, ge=0, description="weight of prompts and observations in the loss; turns have 1"
     )
     output: Path | None = Field(
         None,

@@ -179,12 +179,7 @@ class HttpRetriever:
     """
 
     def __init__(
-        self,
-        url: str,
-        timeout: float,
-        retries: int,
-        token: str | None = None,
-        deadline: float = 30.0,
+        self, url: str, timeout: float, retries: int, token: str | None = None, deadline: float = 30.0
     ) -> None:
         self._url, self._timeout, self._retries, self._deadline = url, timeout, retries, deadline
         # No compressed answers are requested, because a small one could unpack to gigabytes.

@@ -140,11 +140,7 @@ class Pieces:
 
     @classmethod
     def of(
-        cls,
-        lengths: Tensor,
-        device: torch.device,
-        mesh: MeshRank,
-        given: tuple[Tensor, Tensor] | None = None,
+        cls, lengths: Tensor, device: torch.device, mesh: MeshRank, given: tuple[Tensor, Tensor] | None = None
     ) -> Pieces:
         """given: the keys of the first sequences, see prefixes.Segments."""
         rank, size = mesh.context_rank, mesh.context_size

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_block import (
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor

@@ -70,13 +70,7 @@ class LocalReplicas:
     """
 
     def __init__(
-        self,
-        run: Path,
-        names: Sequence[str],
-        budget: int,
-        *,
-        tensor: int = 1,
-        trainer: int = 1,
+        self, run: Path, names: Sequence[str], budget: int, *, tensor: int = 1, trainer: int = 1
     ) -> None:
         """Start the replicas. run: RUN_DIR. budget: how many are started again, over the whole run.
 

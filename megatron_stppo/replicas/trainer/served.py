@@ -64,11 +64,7 @@ class Served:
     """The Rollouts (rollouts.py) of an asynchronous run."""
 
     def __init__(
-        self,
-        learner: Learner,
-        store: dist.Store,
-        hub: Hub | None,
-        notice: Callable[[], str] = lambda: "",
+        self, learner: Learner, store: dist.Store, hub: Hub | None, notice: Callable[[], str] = lambda: ""
     ) -> None:
         """store: the one on which the groups for weights are built. Collective.
 

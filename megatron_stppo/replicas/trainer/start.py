@@ -54,10 +54,7 @@ def assemble(config: Config, resume: bool = False, *, notice: Callable[[], str] 
 
 
 def start_hub(
-    config: Config,
-    dtype: torch.dtype,
-    trained: Trained,
-    notice: Callable[[], str] = lambda: "",
+    config: Config, dtype: torch.dtype, trained: Trained, notice: Callable[[], str] = lambda: ""
 ) -> tuple[Hub | None, dist.Store]:
     """Listen for replicas on the first rank, and start those of this machine, which load while the models are
     built. Collective. Raises the first rank's ConfigError on all ranks.

@@ -11,13 +11,7 @@ import time
 
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.replicas.wire.address import listen
-from megatron_stppo.replicas.wire.channel import (
-    INBOX,
-    Channel,
-    Mailbox,
-    NotAuthentic,
-    authenticate,
-)
+from megatron_stppo.replicas.wire.channel import INBOX, Channel, Mailbox, NotAuthentic, authenticate
 from megatron_stppo.replicas.wire.keys import Connection
 from megatron_stppo.replicas.wire.messages import FromReplica, FromTrainer, pack, unpack_from_replica
 

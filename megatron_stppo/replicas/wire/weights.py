@@ -180,9 +180,7 @@ class Link:
         error: Exception | None = None
         try:
             result = call_unless(
-                step,
-                lambda: why_lost(self._store, self._told),
-                lambda why: self._leave(f"{what}: {why}"),
+                step, lambda: why_lost(self._store, self._told), lambda why: self._leave(f"{what}: {why}")
             )
         except OWN_ERRORS:
             raise

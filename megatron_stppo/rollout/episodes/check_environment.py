@@ -249,11 +249,7 @@ class _Shown:
     """An episode of given turns, which is shown while it is played."""
 
     def __init__(
-        self,
-        task: Task,
-        turns: Sequence[str],
-        show: Callable[[str], None],
-        model: tuple[Config, Any] | None,
+        self, task: Task, turns: Sequence[str], show: Callable[[str], None], model: tuple[Config, Any] | None
     ) -> None:
         self._task, self._left, self._show, self._reward = task, list(turns), show, 0.0
         self._last: StepResult | None = None
