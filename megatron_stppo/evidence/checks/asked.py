@@ -13,6 +13,7 @@ from functools import partial
 
 import torch.distributed as dist
 from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest
 
 from megatron_stppo.base.types import Task
 from megatron_stppo.config import Config
@@ -47,9 +48,10 @@ class Asked:
     others: str  # sampling parameters that are not vLLM's defaults
 
     @classmethod
-    def of(cls, given: SamplingParams, adapter: bool, ends: Collection[int]) -> Asked:
+    def of(cls, request: EngineCoreRequest, ends: Collection[int]) -> Asked:
         """ends: the tokens that must end a turn."""
-        assert given.seed is not None and given.max_tokens is not None
+        given, adapter = request.sampling_params, request.lora_request is not None
+        assert given is not None and given.seed is not None and given.max_tokens is not None
         usual = SamplingParams(**{name: getattr(given, name) for name in FREE}, stop_token_ids=list(ends))
         names = [name for name in given.__struct_fields__ if not name.startswith("_")]
         values = {name: getattr(given, name) for name in names}
@@ -88,8 +90,17 @@ def asked(stage: Stage) -> Iterator[Checked]:
 def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[list[Task], list[Asked]]:
     """Return the tasks that this rank keeps, and the requests of all engines, each once. Collective."""
     engine, requests = rollouts.engine, list[Asked]()
-    with engine.heard(lambda given, lora: requests.append(Asked.of(given, lora, engine.end_ids))):
+    core, ask = engine._core, engine._core.add_request  # vLLM's, so that nothing comes after
+
+    def asked_and_recorded(request: EngineCoreRequest) -> None:
+        requests.append(Asked.of(request, engine.end_ids))
+        ask(request)
+
+    core.add_request = asked_and_recorded
+    try:
         played = play()
+    finally:
+        del core.add_request  # that of the instance
     first = dist.get_rank(engine.group) == 0  # the ranks of an engine get the same requests
     every = gather_records(requests if first else [], Asked)
     return [t.task for t in played.own], [request for of_rank in every for request in of_rank]
@@ -123,15 +134,10 @@ def wrong_requests(config: Config, requests: Sequence[Asked], evaluates: bool = 
         yield f"{what}: turns may have {most} tokens, and rollout.max_turn_tokens is {r.max_turn_tokens}"
     if others := sorted({request.others for request in requests} - {""}):
         yield f"{what}: sampling parameters that nobody configured: {others[0]}"
-    served = served_alone(config)
+    adapters = served_adapters(config.model.lora, read_shape(config.model.path))
+    served = adapters is not None and adapters.alone  # beside the weights
     if any(request.adapter != served for request in requests):
         yield f"{what}: requests {'without' if served else 'with'} the adapter (model.lora.sync)"
-
-
-def served_alone(config: Config) -> bool:
-    """Return whether the engine has the adapters beside its weights."""
-    adapters = served_adapters(config.model.lora, read_shape(config.model.path))
-    return adapters is not None and adapters.alone
 
 
 def _places(config: Config, trained: Sequence[Task], evaluated: Sequence[Task]) -> Checked:

@@ -9,9 +9,11 @@ action tokens, read before the token is generated, must stay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ from torch import Tensor
 
 from megatron_stppo.base.types import EstimatedBatch, Minibatch, ScoredBatch, Trajectory
 from megatron_stppo.cluster.launch import process
-from megatron_stppo.data.observed import action_rows, with_observations
+from megatron_stppo.data.observed import with_observations
+from megatron_stppo.evidence.bench import definition
 from megatron_stppo.evidence.bench.scoring import judges_single
-from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank, steady
+from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank, steady
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.collectives import all_reduce_sum
@@ -100,73 +103,44 @@ def _causal(stage: Stage, scored: ScoredBatch, other_T: Tensor) -> Checked:
 
 def _formula(learner: Learner, scored: ScoredBatch) -> Checked:
     """Compare loss and derivative of the steps of an update with float64. Collective."""
-    a, trainer = learner.config.algorithm, learner.critic
-    assert trainer is not None
-    batch = _planted(scored, a.value_clip)
+    a, draw = learner.config.algorithm, torch.Generator().manual_seed(1)
+    axis, value = ("R", scored.value_R) if a.gae_observations else ("T", scored.value_T)
+    assert value is not None
+    spread = 2 * min(a.value_clip, 1.0)  # old values and returns are on both sides of the clipping range
+    old, target = (value + spread * torch.randn(value.shape, generator=draw) for _ in range(2))
+    advantage_T = torch.randn(scored.live_T.shape, generator=draw).masked_fill(~scored.live_T, 0)
+    planted: dict[str, Any] = {f"value_{axis}": old, f"return_{axis}": target}
+    batch = EstimatedBatch.of(scored, advantage_T=advantage_T, **planted)
     valued = with_observations(batch) if a.gae_observations else batch
-    now = scored.value_R if a.gae_observations else scored.value_T
-    assert now is not None and valued.value_T is not None and valued.return_T is not None
-    columns = zip(now.tolist(), valued.value_T.tolist(), valued.return_T.tolist(), strict=True)
-    needed = torch.tensor([value_error(*numbers, a.value_clip) for numbers in columns], dtype=torch.float64)
-    losses, wrong = list[float](), list[str]()
+    columns = zip(value.tolist(), old.tolist(), target.tolist(), strict=True)
+    errors = [definition.value_error(*numbers, a.value_clip) for numbers in columns]
+    losses, wrong, ends = list[float](), list[str](), valued.action_offsets.tolist()
     for number, minibatch in enumerate(batch.epochs[0], 1):
-        ends, counted = valued.action_offsets.tolist(), torch.zeros(len(now), dtype=torch.bool)
-        for n in minibatch.chosen:
-            counted[ends[n] : ends[n + 1]] = valued.live_T[ends[n] : ends[n + 1]]
-        loss_T, slope_T = (needed / max(1, int(counted.sum()))).masked_fill(~counted[:, None], 0).T
-        losses.append(float(loss_T.sum()))
-        apart_T = (_slopes(learner, valued, minibatch, now) - slope_T).abs()
-        if not float(apart_T.max()) <= SHARE * float(slope_T.abs().max()):
-            at = int(apart_T.argmax())
-            wrong.append(f"minibatch {number}: dL/dV of token {at} differs by {apart_T[at]:.3g}")
+        own = {t for n in minibatch.chosen for t in range(ends[n], ends[n + 1]) if valued.live_T[t]}
+        of_step = [errors[t] if t in own else (0.0, 0.0) for t in range(len(errors))]
+        losses.append(sum(error for error, _ in of_step) / max(1, len(own)))
+        slopes = [slope / max(1, len(own)) for _, slope in of_step]
+        found = _slopes(learner, valued, minibatch, value)
+        wrong += first_wrong(f"dL/dV of minibatch {number}", found, slopes, SHARE * max(map(abs, slopes)))
     row, _, _ = update(learner, batch, 0, hold=True)
-    measured, loss = row.get("critic/loss", float("nan")), sum(losses) / len(losses)
+    measured, loss = row.get("critic/loss", math.nan), fmean(losses)
     if not abs(measured - loss) <= SHARE * loss:
         wrong.append(f"critic/loss is {measured:.6g}, must be {loss:.6g}")
     every = of_every_rank(wrong)
     return judged(
         FORMULA,
         not every,
-        "; ".join(every[:2]) or f"{len(now):,} tokens, critic/loss {measured:.6f} (float64: {loss:.6f})",
+        "; ".join(every[:2]) or f"{len(value):,} tokens, critic/loss {measured:.6f} (float64: {loss:.6f})",
         "algorithm.value_clip: report this line; the loss is not that of docs/algorithms.md",
     )
 
 
-def value_error(value: float, old: float, target: float, clip: float) -> tuple[float, float]:
-    """Return 1/2 max((V - R)^2, (clip(V, V_old +- clip) - R)^2), and its derivative by V.
-
-    Example: V=1, V_old=0, R=1, clip=0.5: the clipped value 0.5 is farther from R, so 0.125 and 0.
-    """
-    near = min(max(value, old - clip), old + clip)
-    if (near - target) ** 2 > (value - target) ** 2:
-        return (near - target) ** 2 / 2, 0.0
-    return (value - target) ** 2 / 2, value - target
-
-
-def _planted(scored: ScoredBatch, clip: float) -> EstimatedBatch:
-    """Return the batch with random old values and returns, near the values and beyond the clipping range."""
-    draw, planted = torch.Generator().manual_seed(1), dict[str, Any]()
-
-    def near(value: Tensor) -> Tensor:
-        return value + 2 * min(clip, 1.0) * torch.randn(value.shape, generator=draw)
-
-    assert scored.value_T is not None
-    if scored.value_R is not None:
-        planted = {"value_R": near(scored.value_R), "return_R": near(scored.value_R)}
-        acted = action_rows(scored)
-        planted |= {f"{name}_T": planted[f"{name}_R"][acted] for name in ("value", "return")}
-    else:
-        planted = {"value_T": near(scored.value_T), "return_T": near(scored.value_T)}
-    advantage_T = torch.randn(scored.value_T.shape, generator=draw).masked_fill(~scored.live_T, 0)
-    return EstimatedBatch.of(scored, advantage_T=advantage_T, **planted)
-
-
-def _slopes(learner: Learner, valued: EstimatedBatch, minibatch: Minibatch, now: Tensor) -> Tensor:
-    """Return the derivative of the loss of a step by each value, float64 [T]. Collective."""
+def _slopes(learner: Learner, valued: EstimatedBatch, minibatch: Minibatch, value: Tensor) -> list[float]:
+    """Return the derivative of the loss of a step by each value. Collective."""
     of_step = value_loss(valued, minibatch.chosen, learner.config.algorithm.value_clip)
-    slope_T = torch.zeros(len(now), dtype=torch.float64)
+    slope_T = torch.zeros_like(value)
     for microbatch in learner.packer.pack(valued, minibatch):
-        value_T = now[microbatch.rows_T].clone().requires_grad_()
+        value_T = value[microbatch.rows_T].requires_grad_()
         loss, _ = of_step(value_T, microbatch)
-        slope_T[microbatch.rows_T] += torch.autograd.grad(loss, value_T)[0].double()
-    return all_reduce_sum(slope_T, learner.mesh.token_group)
+        slope_T[microbatch.rows_T] += torch.autograd.grad(loss, value_T)[0]
+    return all_reduce_sum(slope_T, learner.mesh.token_group).tolist()

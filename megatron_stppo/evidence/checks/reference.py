@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_stppo.base.types import EstimatedBatch, ScoredBatch
-from megatron_stppo.config import Config
 from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank, steady
-from megatron_stppo.model import build
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.training.stages import score, update
@@ -77,75 +76,50 @@ def _logprobs(stage: Stage, learner: Learner) -> tuple[Tensor, Tensor, ScoredBat
     return scored.old_logprob_T, scored.reference_logprob_T, scored
 
 
-@dataclass
-class StepRecorder:
-    """What the optimizer of a model is about to apply, in place of its steps. Lines of what is wrong."""
-
-    role: build.Role
-    config: Config
-    trainer: Trainer
-    lines: list[str] = field(default_factory=list)
-    seen: set[float] = field(default_factory=set)  # learning rates
-
-    @property
-    def updates(self) -> tuple[int, int]:
-        """The steps of the whole run, and those of its warm-up."""
-        update = self.config.update
-        each = update.minibatches * update.epochs * (update.critic_steps if self.role == "critic" else 1)
-        total = self.config.run.iterations * each
-        return total, math.ceil(update.optimizer(self.role).warmup_fraction * total)
-
-    def record(self) -> None:
-        settings, (_, warmup) = self.config.update.optimizer(self.role), self.updates
-        number = self.trainer.updates
-        rate = settings.lr * min(1.0, (number + 1) / max(1, warmup))
-        for group in self.trainer.optimizer.param_groups:
-            self.seen.add(group["lr"])
-            for name, value, needed in (
-                ("learning rate", group["lr"], (rate,)),
-                ("epsilon", group["eps"], (EPSILON,)),
-                ("beta 1", group["betas"][0], settings.betas[:1]),
-                ("beta 2", group["betas"][1], settings.betas[1:]),
-                ("weight decay", group["weight_decay"], (0.0, settings.weight_decay)),
-            ):
-                if not any(math.isclose(value, right, rel_tol=1e-6) for right in needed):
-                    self.lines.append(f"{self.role}, step {number}: {name} {value:.6g}, not {needed[-1]:.6g}")
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Context in which steps change nothing but the gradients."""
-        trainer, optimizer = self.trainer, self.trainer.optimizer
-        before = trainer.updates, trainer.memory
-        optimizer.step_with_ready_grads = self.record
-        try:
-            yield
-        finally:
-            del optimizer.step_with_ready_grads  # that of the instance
-            trainer.updates, trainer.memory = before
-
-
 def rates(stage: Stage) -> Iterator[Checked]:
     """Record what the optimizers would apply at six step numbers, and in a late update. Collective."""
     stage.rollouts.load_for("update")
-    learner, wrong, numbers = _actor_alone(stage), list[str](), list[str]()
-    old_T, random_T = stage.batch.rollout_logprob_T.clone(), stage.random_T(0)
-    batch = EstimatedBatch.of(stage.batch, old_logprob_T=old_T, advantage_T=random_T)
-    for role, trainer in (("actor", stage.actor), ("critic", stage.learner.critic)):
-        if trainer is None:
-            continue
-        recorder = StepRecorder(role, stage.config, trainer)  # type: ignore[arg-type]
-        total, warmup = recorder.updates
-        with recorder.recording():
-            for number in (0, 1, warmup // 2, warmup, total - 1, 3 * total):
-                trainer.updates = number
+    config, wrong, shown = stage.config, list[str](), list[str]()
+    for role, trainer in stage.learner.trainers.items():
+        section = config.update.optimizer(role)  # type: ignore[arg-type]
+        total = config.run.iterations * config.update.epochs * config.update.minibatches
+        total *= config.update.critic_steps if role == "critic" else 1
+        warmup = math.ceil(section.warmup_fraction * total)
+        with _recorded(trainer) as recorded:
+            for trainer.updates in (0, 1, warmup // 2, warmup, total - 1, 3 * total):
                 trainer.zero()
                 trainer.step(trainer.reduce())
             if role == "actor":
-                update(learner, batch, stage.config.run.iterations)
-        wrong += recorder.lines
-        numbers.append(f"{role} {min(recorder.seen):.3g} to {max(recorder.seen):.3g}")
+                _late_update(stage)
+        for number, group in recorded:
+            rate = section.lr * min(1.0, (number + 1) / max(1, warmup))
+            needed = {"lr": (rate,), "eps": (EPSILON,), "weight_decay": (0.0, section.weight_decay)}
+            for name, values in (needed | {"betas": (section.betas,)}).items():
+                if group[name] not in values:
+                    wrong.append(f"{role}, step {number}: {name} is {group[name]}, not {values[-1]}")
+        seen = [group["lr"] for _, group in recorded]
+        shown.append(f"{role} {min(seen):.3g} to {max(seen):.3g}")
     every = of_every_rank(wrong)
-    text = "; ".join(every[:3]) or f"at six step numbers: {', '.join(numbers)}"
-    yield judged(
-        RATES, not every, text, "update.actor, update.critic: report this line; settings are not used"
+    text = "; ".join(every[:3]) or f"at six step numbers: {', '.join(shown)}"
+    yield judged(RATES, not every, text, "update.actor, update.critic: report this line; they are not used")
+
+
+@contextmanager
+def _recorded(trainer: Trainer) -> Iterator[list[tuple[int, dict[str, Any]]]]:
+    """Context in which steps change nothing but the gradients. Yield (step number, a group's settings)."""
+    optimizer, before = trainer.optimizer, (trainer.updates, trainer.memory)
+    recorded = list[tuple[int, dict[str, Any]]]()
+    optimizer.step_with_ready_grads = lambda: recorded.extend(
+        (trainer.updates, dict(group)) for group in optimizer.param_groups
     )
+    try:
+        yield recorded
+    finally:
+        del optimizer.step_with_ready_grads  # that of the instance
+        trainer.updates, trainer.memory = before
+
+
+def _late_update(stage: Stage) -> None:
+    old_T, random_T = stage.batch.rollout_logprob_T.clone(), stage.random_T(0)
+    batch = EstimatedBatch.of(stage.batch, old_logprob_T=old_T, advantage_T=random_T)
+    update(_actor_alone(stage), batch, stage.config.run.iterations)

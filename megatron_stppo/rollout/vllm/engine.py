@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
 import torch.distributed as dist
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from megatron_stppo.rollout.vllm.engine_adapters import REQUEST, EngineAdapters
 from megatron_stppo.rollout.vllm.generation import EngineFailure, Finished, RecordedTurn, RolloutError
@@ -186,22 +184,6 @@ class Engine:
         except BaseException:
             self._requests.drop(request_id)
             raise
-
-    @contextmanager
-    def heard(self, hear: Callable[[SamplingParams, bool], object]) -> Iterator[None]:
-        """Context in which `hear` gets what vLLM is asked for, and whether it uses the adapters."""
-        core, ask = self._core, self._core.add_request
-
-        def both(request: EngineCoreRequest) -> None:
-            assert request.sampling_params is not None, "Requests.begin sets them"
-            hear(request.sampling_params, request.lora_request is not None)
-            ask(request)
-
-        core.add_request = both
-        try:
-            yield
-        finally:
-            del core.add_request
 
     def step(self) -> list[Finished]:
         """Run one forward pass, which adds a token to the running sequences.

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_stppo.evidence.bench.definition import value_error
 from megatron_stppo.evidence.bench.stage import Checked, Stage
-from megatron_stppo.evidence.checks.critic import CAUSAL, FORMULA, critic, value_error
+from megatron_stppo.evidence.checks.critic import CAUSAL, FORMULA, critic
 from megatron_stppo.evidence.checks.reference import BEGINS, RATES, STAYS, rates, reference
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
