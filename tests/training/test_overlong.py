@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
-import pytest
 import torch
 
 from megatron_stppo.base.types import Branch, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
-from megatron_stppo.data.packing import groups_of, to_batch
-from megatron_stppo.training.advantage import estimate, has_signal, outcomes, with_overlong_penalty
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.training.advantage import estimate, has_signal, with_overlong_penalty
 
 TASK = Task("t", (), ("a",), "train", 0)
 RANGE = {"overlong_from": 2, "overlong_to": 6}
@@ -53,28 +51,3 @@ def test_lengths_are_a_signal_where_rewards_are_equal_and_the_rewards_stay_as_th
         assert has_signal(out, settings(preset=preset, **RANGE), group_N)
         assert out.advantage_T[0] > 0 > out.advantage_T[-1]
         assert out.reward_T.equal(batch.reward_T)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_advantages_are_those_of_rewards_that_were_reduced_by_hand(seed: int) -> None:
-    generator = random.Random(seed)
-    played = [
-        episode(*(generator.randrange(1, 5) for _ in range(generator.randrange(1, 4))), reward=1.0)
-        for _ in range(6)
-    ]
-    by_hand = []
-    for given in played:
-        length = sum(len(t.token_ids) for t in given.turns)
-        last = given.turns[-1]
-        reduced = replace(last, reward=last.reward - 2 * min(1.0, max(0.0, (length - 2) / 4)))
-        by_hand.append(replace(given, turns=(*given.turns[:-1], reduced)))
-    group_N = groups_of([given.summary for given in played])
-    for advantage in ("group", "group_mean", "group_turn", "gigpo"):
-        batches = (ScoredBatch.of(to_batch(episodes), epochs=()) for episodes in (by_hand, played))
-        of_range = {"overlong_penalty": 2, **RANGE}
-        expected, found = (
-            estimate(batch, settings(advantage=advantage, **more), group_N).advantage_T
-            for batch, more in zip(batches, ({}, of_range), strict=True)
-        )
-        assert torch.allclose(found, expected, atol=1e-5)
-    assert outcomes(to_batch(by_hand).reward_T, to_batch(played).action_offsets).min() < 1

@@ -200,23 +200,32 @@ def relative(
     episodes: Sequence[ExactEpisode], a: AlgorithmConfig, own: OwnAdvantage | None = None
 ) -> list[list[float]]:
     """Return the advantages without critic of the turns of each history, before KL penalties."""
-    every, of_own = list(every_history(episodes)), list[float]()
+    every = list(every_history(episodes))
+    of_own: Sequence[float] = [0.0] * len(every)
     if own is not None:
         counted = [e.lives(a) and bool(h) and h is e.histories[0] for e, h in every]
-        of_own = list(own([e.result(h, a) for e, h in every], [e.task for e, _ in every], counted))
+        of_own = own([e.result(h, a) for e, h in every], [e.task for e, _ in every], counted)
     advantages = list[list[float]]()
-    for n, (episode, history) in enumerate(every):
-        peers = [e for e in episodes if e.task == episode.task and e.lives(a) and e.histories[0]]
-        firsts = [e.result(e.histories[0], a) for e in peers]
-        of_result = normal(episode.result(history, a), firsts, a.advantage != "group_mean")
-        shared = of_own[n] if own is not None else 0.0 if a.advantage == "kl" else of_result
+    for (episode, history), shared in zip(every, of_own, strict=True):
         of_turns = [shared] * len(history)
-        if a.advantage == "group_turn" and history is episode.histories[0]:
-            of_turns = by_index(episode, peers, a)
-        elif a.advantage == "gigpo":
-            of_turns = [shared + a.turn_weight * x for x in by_state(episode, history, peers, a)]
+        if a.advantage != "kl" and own is None:
+            of_turns = of_group(episode, history, episodes, a)
         advantages.append(of_turns if episode.lives(a) else [0.0] * len(history))
     return advantages
+
+
+def of_group(
+    episode: ExactEpisode, history: Sequence[ExactTurn], episodes: Sequence[ExactEpisode], a: AlgorithmConfig
+) -> list[float]:
+    """Return the advantages of a history's turns relative to the live episodes of its task."""
+    peers = [e for e in episodes if e.task == episode.task and e.lives(a) and e.histories[0]]
+    if a.advantage == "group_turn" and history is episode.histories[0]:
+        return by_index(episode, peers, a)
+    results = [peer.result(peer.histories[0], a) for peer in peers]
+    shared = normal(episode.result(history, a), results, a.advantage != "group_mean")
+    if a.advantage != "gigpo":
+        return [shared] * len(history)
+    return [shared + a.turn_weight * x for x in by_state(episode, history, peers, a)]
 
 
 def normal(value: float, among: Sequence[float], divided: bool = True) -> float:
@@ -233,7 +242,8 @@ def to_go(episode: ExactEpisode, history: Sequence[ExactTurn], a: AlgorithmConfi
 
 
 def by_index(episode: ExactEpisode, peers: Sequence[ExactEpisode], a: AlgorithmConfig) -> list[float]:
-    """group_turn: turns of one index; an index that fewer than two have joins the last that two have."""
+    """Return those of group_turn: of turns with one index; one that fewer than two have joins the last that
+    two have. 0 without two episodes."""
     returns = [to_go(peer, peer.histories[0], a) for peer in peers]
     lengths = sorted((len(own) for own in returns), reverse=True)
     own = to_go(episode, episode.histories[0], a)
@@ -247,7 +257,7 @@ def by_index(episode: ExactEpisode, peers: Sequence[ExactEpisode], a: AlgorithmC
 def by_state(
     episode: ExactEpisode, history: Sequence[ExactTurn], peers: Sequence[ExactEpisode], a: AlgorithmConfig
 ) -> list[float]:
-    """gigpo: turns that begin in the same state."""
+    """Return the part of gigpo that compares turns which begin in the same state; 0 without a state."""
     same: dict[int, list[float]] = {}
     for peer, own in every_history(peers):
         for turn, g in zip(own, to_go(peer, own, a), strict=True):

@@ -25,13 +25,13 @@ from megatron_stppo.training.advantage import estimate, has_signal
 ADVANTAGES = "advantages are the formula"
 USUAL = 4.0  # a usual deviation that limits whitening
 EACH = 4  # episodes of a task
-# outcomes of the episodes of each task; "": no turns
-OUTCOMES: tuple[tuple[str, ...], ...] = (
+# outcomes of the episodes of each task; None: an error before the first turn
+OUTCOMES: tuple[tuple[Outcome | None, ...], ...] = (
     ("ok", "wrong", "truncated", "ok"),
-    ("error", "wrong", "timeout", ""),
+    ("error", "wrong", "timeout", None),
     ("ok", "wrong", "wrong", "error"),
-    ("timeout", "error", "", "error"),
-    ("truncated", "ok", "wrong", ""),
+    ("timeout", "error", None, "error"),
+    ("truncated", "ok", "wrong", None),
 )
 FAR = 1e-4  # allowed, relative to the number or to 1
 
@@ -42,38 +42,45 @@ def advantages(stage: Stage) -> Iterator[Checked]:
 
 
 def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> Checked:
+    """Return the line of planted episodes. own: algorithm.advantage, if it names a function."""
     wrong, tokens = list[str](), 0
     for equal, usual in ((False, 0.0), (False, USUAL), (True, 0.0)):
-        trajectories = planted(67, 3 * len(OUTCOMES), seed, equal)
-        episodes = defined(trajectories, seed)
-        batch, group_N = scored(trajectories, episodes), groups_of([t.summary for t in trajectories])
-        out = estimate(batch, a, group_N, own, usual)
-        called = None if own is None else partial(of_lists, own)
-        deviation = definition.estimate(episodes, a, usual, called)
-        acted = [token for turn in turns_of(episodes) for token in turn.acted]
-        pairs: list[tuple[str, Tensor | None, list[float]]] = [
-            ("advantage", out.advantage_T, [token.advantage for token in acted])
-        ]
-        if a.advantage == "gae":
-            pairs.append(("return", out.return_T, [token.target for token in acted]))
-        if a.gae_observations:
-            every = [token.target for token in definition.every_token(episodes, a)]
-            pairs.append(("return with observations", out.return_R, every))
-        numbers = [deviation, float(definition.signals(episodes, a, called))]
-        signal = has_signal(out, a, group_N, own)
-        pairs.append(("deviation or signal", torch.tensor([out.deviation, float(signal)]), numbers))
-        live = [float(e.lives(a)) for e in episodes for _ in e.histories]
-        pairs.append(("live", out.live_N.float(), live))
-        for name, column, needed in pairs:
-            own_numbers = [] if column is None else column.tolist()
-            wrong += first_wrong(f"{name}, usual deviation {usual:g}", own_numbers, needed, FAR)
-        tokens += len(acted)
+        histories = planted(67, 3 * len(OUTCOMES), seed, equal)
+        tokens += sum(len(history.token_ids) for history in histories)
+        for name, column, needed in compared(a, histories, defined(histories, seed), usual, own):
+            numbers = [] if column is None else column.tolist()
+            wrong += first_wrong(f"{name}, usual deviation {usual:g}", numbers, needed, FAR)
     return judged(
         ADVANTAGES,
         not wrong,
         wrong[0] if wrong else f"{tokens:,} action tokens of planted episodes",
         f"algorithm.advantage={a.advantage}: report this line; the advantages are not those of the docs",
     )
+
+
+def compared(
+    a: AlgorithmConfig,
+    histories: Sequence[Trajectory],
+    episodes: Sequence[definition.ExactEpisode],
+    usual: float,
+    own: OwnAdvantage | None,
+) -> Iterator[tuple[str, Tensor | None, list[float]]]:
+    """Yield names of numbers, those of the trainer, and those of the definition."""
+    batch, group_N = scored(histories, episodes), groups_of([history.summary for history in histories])
+    out = estimate(batch, a, group_N, own, usual)
+    of_user = None if own is None else partial(of_lists, own)
+    deviation = definition.estimate(episodes, a, usual, of_user)
+    acted = [token for turn in turns_of(episodes) for token in turn.acted]
+    yield "advantage", out.advantage_T, [token.advantage for token in acted]
+    if a.advantage == "gae":
+        yield "return", out.return_T, [token.target for token in acted]
+    if a.gae_observations:
+        every = definition.every_token(episodes, a)
+        yield "return with observations", out.return_R, [token.target for token in every]
+    yield "live", out.live_N.float(), [float(e.lives(a)) for e in episodes for _ in e.histories]
+    yield "deviation", torch.tensor([out.deviation]), [deviation]
+    signal = float(has_signal(out, a, group_N, own))
+    yield "signal", torch.tensor([signal]), [float(definition.signals(episodes, a, of_user))]
 
 
 def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Trajectory]:
@@ -96,11 +103,9 @@ def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Traj
         outcome = OUTCOMES[group % len(OUTCOMES)][place]
         reward = 1.0 if equal else draw.choice((0.0, 1.0, 1.0, 0.25))
         own = turns(reward) if outcome else ()
-        branches = tuple(
-            Branch((3, 1), turns(reward)) for _ in range(2 if outcome == "ok" and group != 1 else 0)
-        )
-        of: Outcome = outcome or "error"  # type: ignore[assignment]  # the names are those of Outcome
-        histories += Trajectory(task, prompt, own, of, group, branches=branches).histories()
+        branches = tuple(Branch((3, 1), turns(reward)) for _ in range(2 if outcome == "ok" else 0))
+        episode = Trajectory(task, prompt, own, outcome or "error", group, branches=branches)
+        histories += episode.histories()
     return histories
 
 

@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 GRPO, LONG = {"preset": "grpo"}, {"overlong_from": 3, "overlong_to": 9}
 TURN = GRPO | {"advantage": "group_turn", "gamma": 0.9}
 GAE = {"preset": "ppo", "gamma": 0.9, "lam": 0.8}
+OBSERVED = GAE | {"gae_observations": True, "truncated": "bootstrap"}
 TURNS = {"preset": "st_ppo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5}
 KL = {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1}
 PAPER = {"preset": "st_ppo", "correction_floor": 0.1, "correction_unit": "mean", "correction_strength": 3.0}
@@ -81,7 +82,7 @@ OF_LOSS: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     (TURNS, "model.optimizer:Trainer.step", "self.learning_rate * rate_scale", "self.learning_rate"),
     ({"preset": "kl"}, "algorithm.rate:kl", "given.kl > 2", "given.kl > 200"),
     (TURNS, "training.stages:update", "hold, len(steps), count", "hold, 0, count"),
-    (TURNS, "data.division:minibatches", "len(episodes) * part", "(len(episodes) - 1) * part"),
+    (TURNS, "data.division:minibatches", "len(episodes) * part // count", "len(episodes) // count * part"),
     ({"preset": "cispo"}, "algorithm.own:cispo", "clamp(low, high)", "clamp(low)"),
 )  # fmt: skip
 ROLLOUT = {"samples_per_task": 4, "temperature": 0.8}
@@ -112,6 +113,17 @@ def test_mistakes_in_advantages_are_found(
 ) -> None:
     mistake(monkeypatch, where, line, mistaken)
     assert advantages.finding(AlgorithmConfig(**algorithm), 1).verdict == "fails"
+
+
+def test_healthy_advantages_give_no_alarm() -> None:
+    of_presets = [{"preset": name} for name in VARIANTS]
+    overlong = [GRPO | {"advantage": name} | LONG for name in ("group", "group_mean", "group_turn", "gigpo")]
+    for algorithm in (*(plant[0] for plant in OF_ADVANTAGES), *of_presets, *overlong, OBSERVED):
+        row = advantages.finding(AlgorithmConfig(**algorithm), 2)
+        assert row.verdict == "ok", (algorithm, row)
+    of_user = AlgorithmConfig(preset="grpo", advantage="recipe:centred")
+    row = advantages.finding(of_user, 1, lambda outcome, group, counted: outcome - outcome[counted].mean())
+    assert row.verdict == "ok", row
 
 
 def look(model: str, settings: Any, plants: Any, sections: dict[str, Any]) -> list[list[str]]:
