@@ -25,7 +25,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.evidence.audit import audit
 from megatron_stppo.evidence.audit.dumps import Recorded
 from megatron_stppo.evidence.audit.records import PlayedIteration
-from megatron_stppo.evidence.bench.scoring import FACTOR, MEAN, Scored, excess, judges_single, score
+from megatron_stppo.evidence.bench.scoring import FACTOR, MEAN, Scored, judges_single, score
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.observe.metrics import progress
@@ -36,35 +36,27 @@ EXAMINED, COMPARED = 16, 32  # episodes of a version on which causes are tried, 
 SURE = math.log(100)  # the least gain of one turn, or of most together
 WITHIN, NONE = 0.9, -1e9  # share of the tokens that must be within their limits, and the gain if they are not
 GRID, HEADER = 32, 64  # ends of a part that may be missing; tokens that may be missing before the prompt
-UPWARDS = math.log(1 / 0.85)  # gain of a log-prob that is too high: most are, also under older weights
 COLUMNS = ("version", "it looks like", "episodes", "for example")
-OTHER = "other weights, or a cause that is not known here"
+OTHER = "other weights, log-probs after top_p or top_k, or an unknown cause"
 Ids = tuple[int, ...]
 Reason = tuple[float, str]  # gain, and what fits
 
 
 @dataclass(frozen=True, eq=False)
 class Suspect:
-    """A turn, or its beginning. Tensors are of its tokens."""
+    """A turn, or its beginning."""
 
     line: int
     turn: int  # from 1
     temperature: float
     context: Ids
     ids: Ids
-    engine_T: Tensor
-    named_T: Tensor  # by the model
-    limit_T: Tensor
-
-    @property
-    def differing_T(self) -> Tensor:
-        return excess(self.named_T, self.engine_T, self.limit_T) > 1
+    scored: Scored  # named_T, engine_T and limit_T are of these ids
 
     def gain(self, logprob_T: Tensor, tries: int, own: slice = slice(None)) -> float:
         """Return how much a prediction explains of the tokens `own`; negative if they are beyond limits."""
-        before_T, after_T = (
-            excess(x_T, self.engine_T, self.limit_T)[own].clamp(max=1e9) for x_T in (self.named_T, logprob_T)
-        )
+        both = self.scored, replace(self.scored, named_T=logprob_T)
+        before_T, after_T = (scored.excess_T[own].clamp(max=1e9) for scored in both)
         nearer = float(((1 + FACTOR * before_T) / (1 + FACTOR * after_T)).log().sum()) - math.log(tries)
         near = after_T.clamp(max=3).mean() <= MEAN / FACTOR and (after_T <= 1).float().mean() >= WITHIN
         return nearer if near else nearer + NONE
@@ -139,22 +131,23 @@ def audit_tokens(config: Config, episodes: Mapping[int, Recorded], tolerance: fl
 
 def _suspects(played: Iterable[PlayedIteration], scored: Scored) -> list[Suspect]:
     """Return the first turn that differs of some episodes; if only the mean differs, their first turn."""
-    columns, done, turns = torch.stack((scored.engine_T, scored.named_T, scored.limit_T)), 0, list[Suspect]()
+    done, turns, names = 0, list[Suspect](), ("named_T", "engine_T", "limit_T")
     for part in played:
         for line, trajectory in zip(part.lines, part.trajectories, strict=True):
             context = trajectory.prompt_ids
             for number, turn in enumerate(trajectory.turns, 1):
                 ids = turn.token_ids[:COMPARED]
-                own = columns[:, done : done + len(ids)]
-                turns.append(Suspect(line, number, part.config.rollout.temperature, context, ids, *own))
+                own = {name: getattr(scored, name)[done : done + len(ids)] for name in names}
+                at = line, number, part.config.rollout.temperature
+                turns.append(Suspect(*at, context, ids, replace(scored, **own)))
                 done, context = done + len(turn.token_ids), context + turn.token_ids + turn.observation_ids
-    differ = [suspect for suspect in turns if suspect.differing_T.any()] or turns
+    differ = [suspect for suspect in turns if (suspect.scored.excess_T > 1).any()] or turns
     first = list({suspect.line: suspect for suspect in reversed(differ)}.values())[::-1]
     return first[:: -(-len(first) // EXAMINED)]
 
 
 def explain(judge: Judge, suspects: Sequence[Suspect], shown: bool) -> Causes:
-    """Return the causes, the commonest first. shown: whether progress is. Collective."""
+    """Return the causes of turns that differ. shown: whether progress is. Collective."""
     left, causes = list(suspects), Causes()
     for cause in progress(list(CAUSES if left else ()), "causes", shown):
         reasons = CAUSES[cause](judge, left) if left else []
@@ -166,20 +159,22 @@ def explain(judge: Judge, suspects: Sequence[Suspect], shown: bool) -> Causes:
             left = [suspect for suspect in left if suspect not in explained]
     if left:
         causes[OTHER] = dict.fromkeys(left, (0.0, ""))
-    return dict(sorted(causes.items(), key=lambda item: -len(item[1])))
+    return causes
 
 
 def _shifted(judge: Judge, suspect: Suspect) -> Reason:
     def of(by: int, own: slice, which: str) -> Reason:
-        moved = replace(suspect, limit_T=suspect.limit_T.roll(by))
-        return moved.gain(suspect.named_T.roll(by), 2, own), f"each token has the log-prob of the {which}"
+        moved = replace(suspect, scored=replace(scored, limit_T=scored.limit_T.roll(by)))
+        return moved.gain(scored.named_T.roll(by), 2, own), f"each token has the log-prob of the {which}"
+
+    scored = suspect.scored
 
     return max(of(-1, slice(-1), "next one"), of(1, slice(1, None), "one before"))
 
 
 def _at_another_temperature(judge: Judge, suspects: Sequence[Suspect]) -> list[Reason]:
     """Look for one temperature of all turns, in ever finer steps."""
-    turns, engine_T = [(s.context, s.ids) for s in suspects], torch.cat([s.engine_T for s in suspects])
+    turns, engine_T = [(s.context, s.ids) for s in suspects], torch.cat([s.scored.engine_T for s in suspects])
     best, ratio = 1.0, 1.7
     while ratio > 1 + 1e-7:
         tries = [best * ratio**n for n in range(-3, 4)]
@@ -223,13 +218,6 @@ def _with_a_header(judge: Judge, suspect: Suspect) -> Reason:
     return gain, f"fits with {added} tokens of the chat template before the prompt"
 
 
-def _renormalised(judge: Judge, suspects: Sequence[Suspect]) -> list[Reason]:
-    """Sampling that keeps some tokens raises the log-probs of all of them."""
-    low = any((s.differing_T & (s.engine_T < s.named_T)).any() for s in suspects)
-    counts = [0 if low else int(s.differing_T.sum()) for s in suspects]
-    return [(UPWARDS * n, "no log-prob is too low; record those before top_p and top_k") for n in counts]
-
-
 def _each(*reasons: Callable[[Judge, Suspect], Reason]) -> Cause:
     return lambda judge, suspects: [max(of(judge, suspect) for of in reasons) for suspect in suspects]
 
@@ -239,5 +227,4 @@ CAUSES: dict[str, Cause] = {
     "another temperature": _at_another_temperature,
     "text decoded and encoded again": _each(_encoded_again),
     "a cut prompt or context": _each(_without_a_part, _with_a_header),
-    "log-probs of the tokens that top_p or top_k keeps": _renormalised,
 }

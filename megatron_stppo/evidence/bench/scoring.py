@@ -153,7 +153,9 @@ class Scored:
 
     @cached_property
     def excess_T(self) -> Tensor:
-        return excess(self.named_T, self.engine_T, self.limit_T)
+        """Difference / limit of each token; infinite for a NaN."""
+        excess_T = (self.named_T - self.engine_T).abs() / self.limit_T.clamp(min=1e-30)
+        return excess_T.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     @property
     def mean(self) -> float:
@@ -175,12 +177,6 @@ class Scored:
         tokens."""
         every = (self.named_T, self.nudged_T, other_T, self.engine_T, self.sequence_T)
         return resemblance(*(x_T[of_T] for x_T in every))
-
-
-def excess(named_T: Tensor, engine_T: Tensor, limit_T: Tensor) -> Tensor:
-    """Return difference / limit of each token; infinite for a NaN."""
-    excess_T = (named_T - engine_T).abs() / limit_T.clamp(min=1e-30)
-    return excess_T.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def judges_single(learner: Learner, tolerance: float | None = None) -> bool:
