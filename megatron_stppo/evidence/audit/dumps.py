@@ -43,17 +43,16 @@ class Recorded(msgspec.Struct, frozen=True):
         """Return why a model of this shape cannot score the episode, and what to do, or ""."""
         size, masked, given = len(self.token_ids), len(self.action_mask), len(self.logprobs)
         largest, actions = max(self.token_ids, default=0), sum(self.action_mask)
+        vocab, longest = shape.vocab, shape.max_positions
         rules = {
-            f"token_ids: {largest} is above {shape.vocab - 1}, the largest of MODEL; give the episode's own "
-            "model": largest >= shape.vocab,
-            f"token_ids: {size} of them, but MODEL has {shape.max_positions} positions; leave the line out": (
-                size > shape.max_positions
-            ),
+            f"token_ids: {largest} is not below vocab_size={vocab}; give the episode's model": largest
+            >= vocab,
+            f"token_ids: {size} tokens, max_position_embeddings={longest}; leave them out": size > longest,
             f"action_mask: {masked} numbers for {size} token_ids; give as many": masked != size,
             "action_mask: has no 1; leave the line out, the model generated nothing": not actions,
             "action_mask: begins with 1; give the prompt too": self.action_mask[:1] == (1,),
-            f"logprobs: {given} numbers for {actions} tokens with action_mask 1; record the engine's ids: a "
-            "text that is encoded again has others than were sampled": given != actions,
+            f"logprobs: {given} numbers for {actions} tokens with action_mask 1; record the engine's ids, "
+            "because a text that is encoded again has others than were sampled": given != actions,
         }
         return next((fault for fault, broken in rules.items() if broken), "")
 
@@ -64,9 +63,7 @@ def read(path: Path, shape: ModelShape) -> dict[int, Recorded]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(
-            f"FILE={path}: cannot be read ({error.strerror}); give JSON lines: {FORM}"
-        ) from None
+        raise ConfigError(f"FILE={path}: cannot be read ({error.strerror}); give lines of {FORM}") from None
     episodes = dict[int, Recorded]()
     for number, line in enumerate(lines, 1):
         where = f"FILE={path} line {number}"
@@ -77,5 +74,5 @@ def read(path: Path, shape: ModelShape) -> dict[int, Recorded]:
         if fault := episodes[number].fault(shape):
             raise ConfigError(f"{where}, {fault}")
     if not episodes:
-        raise ConfigError(f"FILE={path}: is empty; give a line for each episode: {FORM}")
+        raise ConfigError(f"FILE={path}: is empty; give lines of {FORM}")
     return episodes

@@ -19,7 +19,6 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_stppo.base.printing import one_line
-from megatron_stppo.base.types import Trajectory
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.audit import audit
@@ -69,16 +68,16 @@ class Judge:
     learner: Learner
     tokenizer: Any
 
-    def played(self, trajectories: Mapping[int, Trajectory], temperature: float) -> PlayedIteration:
-        """Return what is scored at a temperature. trajectories: by line."""
+    def played(self, episodes: Mapping[int, Recorded], temperature: float) -> PlayedIteration:
+        """Return what is scored at a temperature. episodes: by line."""
         config = self.learner.config.changed(rollout={"temperature": temperature})
-        return PlayedIteration(0, list(trajectories.values()), config, list(trajectories))
+        return PlayedIteration(0, [e.trajectory(n) for n, e in episodes.items()], config, list(episodes))
 
     def logprobs(self, turns: Iterable[tuple[Ids, Ids]], temperature: float) -> list[Tensor]:
         """Return the log-probs of turns, which are given as (context, tokens). Collective."""
         parts = [(ids, own, (0,) * len(ids), (1,) * len(own)) for ids, own in turns]
         episodes = [Recorded(ids + own, zeros + ones, (0.0,) * len(own)) for ids, own, zeros, ones in parts]
-        played = self.played({n: e.trajectory(n) for n, e in enumerate(episodes)}, temperature)
+        played = self.played(dict(enumerate(episodes)), temperature)
         logprobs = [piece.logprobs() for piece in audit.pieces_of(self.learner, [played], 0)]
         return list(torch.cat(logprobs).split([len(own) for _, own, *_ in parts])) if parts else []
 
@@ -104,11 +103,11 @@ def audit_tokens(config: Config, episodes: Mapping[int, Recorded], tolerance: fl
         judge = Judge(learner, load_tokenizer(config.model.path))
     findings, table = [], Table(*COLUMNS, title="why log-probs differ")
     for version in dict.fromkeys(episode.version for episode in episodes.values()):
-        at = dict[float, dict[int, Trajectory]]()
+        at = dict[float, dict[int, Recorded]]()
         for line, episode in episodes.items():
             if episode.version == version:
-                at.setdefault(episode.temperature, {})[line] = episode.trajectory(line)
-        played = [judge.played(trajectories, temperature) for temperature, trajectories in at.items()]
+                at.setdefault(episode.temperature, {})[line] = episode
+        played = [judge.played(own, temperature) for temperature, own in at.items()]
         pieces, name = list(audit.pieces_of(learner, played, 0)), one_line(str(version))
         scored = score(learner, pieces, 0, tolerance, shown=mesh.rank == 0)
         findings.append(replace(audit.finding_of(pieces, 0, scored), version=name))
