@@ -7,8 +7,8 @@ no field of the configuration names: they must be vLLM's defaults.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
@@ -26,37 +26,13 @@ from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.episodes.fitting import FittingTasks
 from megatron_stppo.training.colocated import Worker
 from megatron_stppo.training.rollouts import evaluate_tasks, held_out_tasks
-from megatron_stppo.weights.sharding.hf_names import read_shape
 from megatron_stppo.weights.sharding.low_rank import served_adapters
 
 ASKED, PLACES, ENDS = "the engine is asked as configured", "tasks are where they belong", "turns end"
 DRAWS, FEW, SAMPLES = 2, 3, 2  # iterations that are drawn; tasks of each, at least; episodes of a task
-# Those that differ between requests, or say how vLLM returns its tokens.
-FREE = ("temperature", "top_p", "seed", "max_tokens", "logprobs", "detokenize", "output_kind")
+# Sampling parameters that differ between requests, or say how vLLM returns its tokens.
+FREE = ("seed", "max_tokens", "logprobs", "detokenize", "output_kind")
 REMEDY = "rollout, evaluate, data: report this line; the episodes are not sampled as configured"
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request that vLLM got. Example: Asked(7, 1.0, 0.9, 64, False, "top_k=20")."""
-
-    seed: int
-    temperature: float
-    top_p: float
-    tokens: int  # at most
-    adapter: bool
-    others: str  # sampling parameters that are not vLLM's defaults
-
-    @classmethod
-    def of(cls, request: EngineCoreRequest, ends: Collection[int]) -> Asked:
-        """ends: the tokens that must end a turn."""
-        given, adapter = request.sampling_params, request.lora_request is not None
-        assert given is not None and given.seed is not None and given.max_tokens is not None
-        usual = SamplingParams(**{name: getattr(given, name) for name in FREE}, stop_token_ids=list(ends))
-        names = [name for name in given.__struct_fields__ if not name.startswith("_")]
-        values = {name: getattr(given, name) for name in names}
-        others = [f"{name}={value}" for name, value in values.items() if value != getattr(usual, name)]
-        return cls(given.seed, given.temperature, given.top_p, given.max_tokens, adapter, ", ".join(others))
 
 
 def asked(stage: Stage) -> Iterator[Checked]:
@@ -75,35 +51,30 @@ def asked(stage: Stage) -> Iterator[Checked]:
     rollouts.learner = replace(learner, config=config.changed(rollout=few))
     draws = [_recorded(rollouts, lambda n=n: rollouts.draw(n)) for n in range(DRAWS)]  # type: ignore[misc]
     rollouts.restore(before)
-    evaluated = list[Task](), list[Asked]()
+    evaluated: tuple[list[Task], list[EngineCoreRequest]] = ([], [])
     if config.data.evaluate is not None:
         rollouts.learner = replace(learner, config=config.changed(evaluate={"samples": SAMPLES}))
         evaluated = _recorded(rollouts, lambda: _evaluation(rollouts, count))
     rollouts.learner = learner
     drawn = [request for _, requests in draws for request in requests]
-    wrong = [*wrong_requests(config, drawn), *wrong_requests(config, evaluated[1], evaluates=True)]
-    counts = f"{len(drawn)} requests of {DRAWS} draws, {len(evaluated[1])} of an evaluation"
+    wrong = wrong_seeds(rollouts, {"training": drawn, "an evaluation": evaluated[1]})
+    for requests, evaluates in ((drawn, False), (evaluated[1], True)):
+        wrong += of_every_rank(list(wrong_requests(rollouts, requests, evaluates)))
+    counts = f"first engine: {len(drawn)} requests of {DRAWS} draws, {len(evaluated[1])} of an evaluation"
     yield judged(ASKED, not wrong, "; ".join(wrong[:3]) or counts, REMEDY)
     yield _places(config, [task for played, _ in draws for task in played], evaluated[0])
 
 
-def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[list[Task], list[Asked]]:
-    """Return the tasks that this rank keeps, and the requests of all engines, each once. Collective."""
-    engine, requests = rollouts.engine, list[Asked]()
-    core, ask = engine._core, engine._core.add_request  # vLLM's, so that nothing comes after
-
-    def asked_and_recorded(request: EngineCoreRequest) -> None:
-        requests.append(Asked.of(request, engine.end_ids))
-        ask(request)
-
-    core.add_request = asked_and_recorded
+def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[list[Task], list[EngineCoreRequest]]:
+    """Return the tasks that this rank keeps, and the requests of its engine. Collective."""
+    core, requests = rollouts.engine._core, list[EngineCoreRequest]()
+    ask = core.add_request  # vLLM's, so that nothing comes after
+    core.add_request = lambda request: requests.append(request) or ask(request)  # type: ignore[func-returns-value]
     try:
         played = play()
     finally:
         del core.add_request  # that of the instance
-    first = dist.get_rank(engine.group) == 0  # the ranks of an engine get the same requests
-    every = gather_records(requests if first else [], Asked)
-    return [t.task for t in played.own], [request for of_rank in every for request in of_rank]
+    return [t.task for t in played.own], requests
 
 
 def _evaluation(rollouts: Worker, count: int) -> Played:
@@ -118,26 +89,41 @@ def _evaluation(rollouts: Worker, count: int) -> Played:
     return plays[0]
 
 
-def wrong_requests(config: Config, requests: Sequence[Asked], evaluates: bool = False) -> Iterator[str]:
-    """Yield what the requests of all engines have that is not configured."""
+def wrong_seeds(rollouts: Worker, requests: Mapping[str, Sequence[EngineCoreRequest]]) -> list[str]:
+    """Return a line for each kind of episodes of which two requests, of any engine, have the same seed."""
+    first, lines = dist.get_rank(rollouts.engine.group) == 0, []  # its ranks get the same requests
+    for what, of_engine in requests.items():
+        seeds = [_sampling(request).seed or 0 for request in of_engine if first]
+        every = [seed for of_rank in gather_records(seeds, int) for seed in of_rank]
+        if len(set(every)) < len(every):
+            lines.append(f"{what}: {len(every)} requests have {len(set(every))} different seeds")
+    return lines
+
+
+def wrong_requests(rollouts: Worker, requests: Sequence[EngineCoreRequest], evaluates: bool) -> Iterator[str]:
+    """Yield what the requests of this engine have that is not configured."""
+    config, ends = rollouts.learner.config, list(rollouts.engine.end_ids)
     what, r = ("an evaluation" if evaluates else "training"), config.rollout
     temperature, top_p = (config.evaluate.temperature, 1.0) if evaluates else (r.temperature, r.top_p)
-    for field, needed in (("temperature", temperature), ("top_p", top_p)):
-        values = {getattr(request, field) for request in requests}
-        if values - {needed}:
-            yield f"{what}: {field} is {', '.join(f'{x:g}' for x in sorted(values))}, not {needed:g}"
-    seeds = len({request.seed for request in requests})
-    if seeds < len(requests):
-        yield f"{what}: {len(requests)} requests have {seeds} different seeds"
-    most = max((request.tokens for request in requests), default=0)
-    if most > r.max_turn_tokens and config.environment.kind != choose.AGENT:
-        yield f"{what}: turns may have {most} tokens, and rollout.max_turn_tokens is {r.max_turn_tokens}"
-    if others := sorted({request.others for request in requests} - {""}):
-        yield f"{what}: sampling parameters that nobody configured: {others[0]}"
-    adapters = served_adapters(config.model.lora, read_shape(config.model.path))
+    adapters = served_adapters(config.model.lora, rollouts.learner.shape)
     served = adapters is not None and adapters.alone  # beside the weights
-    if any(request.adapter != served for request in requests):
-        yield f"{what}: requests {'without' if served else 'with'} the adapter (model.lora.sync)"
+    for request in requests:
+        given = _sampling(request)
+        free = {name: getattr(given, name) for name in FREE}
+        needed = SamplingParams(temperature=temperature, top_p=top_p, stop_token_ids=ends, **free)
+        for name in given.__struct_fields__:
+            value, right = getattr(given, name), getattr(needed, name)
+            if value != right and not name.startswith("_"):
+                yield f"{what}: {name} is {value}, not {right}"
+        if (given.max_tokens or 0) > r.max_turn_tokens and config.environment.kind != choose.AGENT:
+            yield f"{what}: turns may have {given.max_tokens} tokens, not {r.max_turn_tokens}"
+        if (request.lora_request is not None) != served:
+            yield f"{what}: requests {'without' if served else 'with'} the adapter (model.lora.sync)"
+
+
+def _sampling(request: EngineCoreRequest) -> SamplingParams:
+    assert request.sampling_params is not None, "Requests.begin sets them"
+    return request.sampling_params
 
 
 def _places(config: Config, trained: Sequence[Task], evaluated: Sequence[Task]) -> Checked:

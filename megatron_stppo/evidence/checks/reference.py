@@ -80,6 +80,8 @@ def rates(stage: Stage) -> Iterator[Checked]:
     """Record what the optimizers would apply at six step numbers, and in a late update. Collective."""
     stage.rollouts.load_for("update")
     config, wrong, shown = stage.config, list[str](), list[str]()
+    old_T = stage.batch.rollout_logprob_T.clone()
+    batch = EstimatedBatch.of(stage.batch, old_logprob_T=old_T, advantage_T=stage.random_T(0))
     for role, trainer in stage.learner.trainers.items():
         section = config.update.optimizer(role)  # type: ignore[arg-type]
         total = config.run.iterations * config.update.epochs * config.update.minibatches
@@ -90,7 +92,7 @@ def rates(stage: Stage) -> Iterator[Checked]:
                 trainer.zero()
                 trainer.step(trainer.reduce())
             if role == "actor":
-                _late_update(stage)
+                update(_actor_alone(stage), batch, config.run.iterations)
         for number, group in recorded:
             rate = section.lr * min(1.0, (number + 1) / max(1, warmup))
             needed = {"lr": (rate,), "eps": (EPSILON,), "weight_decay": (0.0, section.weight_decay)}
@@ -117,9 +119,3 @@ def _recorded(trainer: Trainer) -> Iterator[list[tuple[int, dict[str, Any]]]]:
     finally:
         del optimizer.step_with_ready_grads  # that of the instance
         trainer.updates, trainer.memory = before
-
-
-def _late_update(stage: Stage) -> None:
-    old_T, random_T = stage.batch.rollout_logprob_T.clone(), stage.random_T(0)
-    batch = EstimatedBatch.of(stage.batch, old_logprob_T=old_T, advantage_T=random_T)
-    update(_actor_alone(stage), batch, stage.config.run.iterations)

@@ -55,11 +55,11 @@ PLANTS: dict[str, tuple[str, staged.Patch]] = {  # {mistake: (part of the line, 
             colocated, "collect", lambda *a, real=colocated.collect, **k: real(*a, **k | {"first_index": 0})
         ),
     ),
-    "top_p is ignored": ("training: top_p is 1, not 0.9", _requested(top_p=1.0)),
-    "top_k of the model's folder": ("top_k=20", _requested(top_k=20)),
-    "an end token that is left out": ("stop_token_ids=[]", _requested(stop_token_ids=[])),
+    "top_p is ignored": ("training: top_p is 1.0, not 0.9", _requested(top_p=1.0)),
+    "top_k of the model's folder": ("training: top_k is 20, not ", _requested(top_k=20)),
+    "an end token that is left out": ("training: stop_token_ids is [], not [", _requested(stop_token_ids=[])),
     "evaluation at the training temperature": (
-        "an evaluation: temperature is 1, not 0",
+        "an evaluation: temperature is 1.0, not 0",
         _set(rollouts, "rollout_settings", lambda config, temperature: colocated.rollout_settings(config)),
     ),
     "training tasks are evaluated": (
