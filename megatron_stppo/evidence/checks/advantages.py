@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.own import OwnAdvantage
-from megatron_stppo.base.types import FAILED, Branch, Outcome, ScoredBatch, Summary, Task, Trajectory, Turn
+from megatron_stppo.base.types import FAILED, Branch, Outcome, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.evidence.bench import definition
@@ -111,7 +111,7 @@ def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Traj
 
 def defined(histories: Sequence[Trajectory], seed: int) -> list[definition.ExactEpisode]:
     """Return the episodes as the definition reads them, with random values and log-probs."""
-    draw, turns = torch.Generator().manual_seed(seed), list[list[definition.ExactTurn]]()
+    draw, episodes = torch.Generator().manual_seed(seed), list[definition.ExactEpisode]()
 
     def token(failed: bool) -> definition.ExactToken:
         value, old, reference = torch.randn(3, generator=draw).tolist()
@@ -120,24 +120,14 @@ def defined(histories: Sequence[Trajectory], seed: int) -> list[definition.Exact
 
     for history in histories:
         befores = (history.prompt_ids, *(turn.observation_ids for turn in history.turns))
-        turns.append([])
+        if not history.branch:
+            episodes.append(definition.ExactEpisode(history.group, [], history.outcome))
+        turns = list[definition.ExactTurn]()
         for turn, before in zip(history.turns, befores, strict=False):
             acted = [token(history.outcome in FAILED) for _ in turn.token_ids]
             read = [token(history.outcome in FAILED) for _ in turn.observation_ids]
-            turns[-1].append(definition.ExactTurn(acted, read, turn.reward, hash(before) if before else 0))
-    return episodes_of(histories, turns)
-
-
-def episodes_of(
-    histories: Sequence[Trajectory | Summary], turns: Sequence[list[definition.ExactTurn]]
-) -> list[definition.ExactEpisode]:
-    """Return the episodes of histories that have these turns."""
-    episodes = list[definition.ExactEpisode]()
-    for history, own in zip(histories, turns, strict=True):
-        if history.branch:
-            episodes[-1].histories.append(own)
-        else:
-            episodes.append(definition.ExactEpisode(history.group, [own], history.outcome))
+            turns.append(definition.ExactTurn(acted, read, turn.reward, hash(before) if before else 0))
+        episodes[-1].histories.append(turns)
     return episodes
 
 

@@ -1,78 +1,48 @@
 """Checks that a reward arrives at the last action token of its turn, and at no other token.
 
-Every turn gets a whole number of its own. Sums of them are exact in float32, so all comparisons of GAE are
-exact. What is expected is computed from the numbers of tokens alone, by the definition.
+Every turn gets a whole number of its own. What follows from rewards is for checks/advantages.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
-from typing import Any, TypeVar
+from itertools import accumulate, chain, count
+from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 
-from megatron_stppo.base.types import FAILED, DividedBatch, ScoredBatch, Summary, Trajectory
-from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.base.types import FAILED, Summary, Trajectory
 from megatron_stppo.data.exchange import Played
-from megatron_stppo.data.observed import with_observations
-from megatron_stppo.data.packing import groups_of
-from megatron_stppo.evidence.bench import definition
-from megatron_stppo.evidence.bench.definition import ExactToken, ExactTurn
 from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged
-from megatron_stppo.evidence.checks.advantages import episodes_of
-from megatron_stppo.training.advantage import estimate
 from megatron_stppo.training.stages import distribute
 
 LAND = "rewards land"
 Rewards = Sequence[Sequence[float]]  # of every turn of every trajectory
 T = TypeVar("T", Summary, Trajectory)
-# without the terms that have checks or inputs of their own
-PLAIN: dict[str, Any] = {
-    "whiten": False,
-    "kl_coefficient": 0.0,
-    "truncated": "end",
-    "overlong_from": None,
-    "overlong_to": None,
-}
-GAE: dict[str, Any] = {"advantage": "gae", "gamma": 1.0, "lam_critic": None, "lam_length": None}
 
 
 def landing(stage: Stage) -> Iterator[Checked]:
-    """Compare the rewards of the episodes, and of planted ones, with the advantages. Collective."""
-    plain = stage.config.algorithm.changed(**PLAIN)
-    played, rewards = planted(stage.played)
+    """Compare the rewards of the episodes, and of planted ones, with those of their tokens. Collective."""
+    number = count(1)
+    rewards = [[float(next(number)) for _ in summary.turns] for summary in stage.played.every]
+    played = rewarded(stage.played, rewards)
     batch = distribute(stage.learner, played, 0)
     wrong, known = _credited(stage), sum(stage.record(n) is not None for n in range(len(stage.episodes)))
+    wrong += first_wrong("planted reward", batch.reward_T.tolist(), _at_ends(played.every))
+    lengths = [[turn.tokens for turn in summary.turns] for summary in played.every]
+    for name, offsets, tokens in (
+        ("end of a turn", batch.turn_offsets, chain.from_iterable(lengths)),
+        ("end of a history", batch.action_offsets, map(sum, lengths)),
+    ):
+        wrong += first_wrong(name, offsets.tolist(), list(accumulate(tokens, initial=0)))
     compared = f"rewards of {known} compared with the environment's"
-    tokens = len(batch.reward_T)
-    for lam in (0.0, 1.0):
-        gae = plain.changed(**GAE, lam=lam)
-        with_values = estimate(_valued(batch, gae), gae, groups_of(played.every))
-        assert with_values.return_T is not None
-        needed = expected(played.every, rewards, gae)
-        for name, value_T in (("advantage", with_values.advantage_T), ("return", with_values.return_T)):
-            wrong += first_wrong(f"{name} with lambda {lam:.0f}", value_T.tolist(), needed)
     yield judged(
         LAND,
         not wrong,
-        wrong[0] if wrong else f"{tokens:,} action tokens of {len(played.every)} episodes ({compared})",
-        "environment, algorithm: report this line; a reward is credited to tokens that did not earn it",
+        wrong[0] if wrong else f"{batch.tokens:,} action tokens of {len(played.every)} episodes ({compared})",
+        "environment: report this line; a reward is credited to tokens that did not earn it",
     )
-
-
-def planted(played: Played) -> tuple[Played, Rewards]:
-    """Return the episodes with another whole number as the reward of each turn, and these numbers.
-
-    The first episode that has turns is failed.
-    """
-    number = count(1)
-    rewards = [[float(next(number)) for _ in summary.turns] for summary in played.every]
-    start = next((n for n, summary in enumerate(played.every) if summary.turns), 0)
-    end = next((n for n in range(start + 1, len(rewards)) if played.every[n].branch == 0), len(rewards))
-    return rewarded(played, rewards, range(start, end)), rewards
 
 
 def rewarded(played: Played, rewards: Rewards, failed: Collection[int] = ()) -> Played:
@@ -87,22 +57,6 @@ def rewarded(played: Played, rewards: Rewards, failed: Collection[int] = ()) -> 
     return replace(played, every=every, own=[changed(first + n, t) for n, t in enumerate(played.own)])
 
 
-def expected(every: Sequence[Summary], rewards: Rewards, algorithm: AlgorithmConfig) -> list[float]:
-    """Return what GAE must give every action token, with values of 0.
-
-    Example: a turn of 2 tokens and one of 1, rewards (1, 2): (0, 1, 2) with lambda 0, (3, 3, 2) with 1.
-    """
-    turns = [
-        [
-            ExactTurn([ExactToken(0.0) for _ in range(turn.tokens)], [], reward)
-            for turn, reward in zip(summary.turns, own, strict=True)
-        ]
-        for summary, own in zip(every, rewards, strict=True)
-    ]
-    definition.estimate(episodes_of(every, turns), algorithm)
-    return [token.advantage for history in turns for turn in history for token in turn.acted]
-
-
 def _credited(stage: Stage) -> list[str]:
     """Return where the episodes have other rewards than their environments gave, or the batch has others
     than the episodes."""
@@ -115,14 +69,11 @@ def _credited(stage: Stage) -> list[str]:
         rewards = [turn.reward for turn in trajectory.turns]
         if rewards != [*record.rewards, *unanswered]:
             wrong.append(f"episode {n}: rewards {rewards}, and its environment gave {record.rewards}")
-    turns = (turn for trajectory in stage.episodes for turn in trajectory.summary.turns)
-    at_ends = [reward for turn in turns for reward in (*[0.0] * (turn.tokens - 1), turn.reward)]
+    at_ends = _at_ends([trajectory.summary for trajectory in stage.episodes])
     return wrong + first_wrong("reward", stage.batch.reward_T.tolist(), at_ends)
 
 
-def _valued(batch: DividedBatch, algorithm: AlgorithmConfig) -> ScoredBatch:
-    """Return the batch with values of 0."""
-    value_R = None
-    if algorithm.gae_observations:
-        value_R = torch.zeros(len(with_observations(batch).reward_T))
-    return ScoredBatch.of(batch, value_T=torch.zeros_like(batch.reward_T), value_R=value_R)
+def _at_ends(every: Sequence[Summary]) -> list[float]:
+    """Return the rewards of the action tokens: those of the turns, at their last tokens."""
+    turns = (turn for summary in every for turn in summary.turns)
+    return [reward for turn in turns for reward in (*[0.0] * (turn.tokens - 1), turn.reward)]

@@ -14,6 +14,8 @@ import pytest
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.evidence.bench import definition
+from megatron_stppo.evidence.bench.definition import ExactEpisode, ExactToken, ExactTurn
 from megatron_stppo.evidence.checks import advantages
 from tests.evidence.checks import bench
 from tests.ranks import run_ranks
@@ -35,6 +37,7 @@ OF_ADVANTAGES: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     (GAE, "training.advantage:estimate", " and _rewards_vary(shaped)", ""),
     (GAE, "training.advantage:with_kl_penalty", "return batch.reward_T -", "return batch.reward_T +"),
     (GAE, "training.advantage:_gae", "gamma=algorithm.gamma", "gamma=algorithm.lam"),
+    (GAE, "training.advantage:_gae", "cut_N = batch.action_off", "cut_N = batch.turn_off"),  # verl #7278
     (GAE | {"lam_critic": 1.0}, "training.advantage:_gae", "_, return_T", "advantage_T, _"),
     (GAE | {"gae_level": "turn"}, "algorithm.gae:turn_level", "value_T[start_S]", "value_T[start_S - 1]"),
     (GAE | {"truncated": "mask"}, "training.advantage:estimate", '== "mask"', '== "bootstrap"'),
@@ -105,6 +108,26 @@ def mistake(patch: pytest.MonkeyPatch, where: str, line: str, mistaken: str) -> 
     assert source.count(line) == 1, (where, line)
     exec(source.replace(line, mistaken), names)
     patch.setattr(function, "__code__", plain(names[function.__name__]).__code__)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lam": 0.0}, [0, 1, 0, 2, 0, 3]),
+        ({"lam": 1.0}, [3, 3, 2, 2, 3, 3]),
+        ({"lam": 0.0, "gae_level": "turn"}, [1, 1, 2, 2, 3, 3]),
+        ({"lam": 0.0, "gae_histories": "discounted"}, [0, 0, 0, 0, 0, 3]),
+        ({"lam": 1.0, "gae_histories": "discounted"}, [3, 3, 2, 2, 3, 3]),
+        ({"lam": 0.0, "gae_histories": "chained"}, [0, 1, 0, 0, 0, 3]),
+        ({"lam": 1.0, "gae_histories": "chained"}, [4, 4, 3, 3, 3, 3]),
+    ],
+)
+def test_an_episode_of_two_histories_has_the_advantages_of_its_setting(settings: Any, expected: Any) -> None:
+    """Turns of two tokens; rewards 1 and 2 in the first history, 3 in the second."""
+    turns = [ExactTurn([ExactToken(0.0), ExactToken(0.0)], [], reward) for reward in (1.0, 2.0, 3.0)]
+    algorithm = AlgorithmConfig(preset="ppo", whiten=False, kl_coefficient=0.0, **settings)
+    definition.estimate([ExactEpisode(0, [turns[:2], turns[2:]], "ok")], algorithm)
+    assert [token.advantage for turn in turns for token in turn.acted] == expected
 
 
 @pytest.mark.parametrize(("algorithm", "where", "line", "mistaken"), OF_ADVANTAGES)

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_stppo.base.types import Summary, TurnSummary
-from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data import exchange, packing
 from megatron_stppo.evidence.bench.stage import Stage
-from megatron_stppo.evidence.checks.rewards import expected, landing
+from megatron_stppo.evidence.checks.rewards import landing
 from megatron_stppo.rollout.episodes.episode import History
 from tests.evidence.checks import staged
 from tests.ranks import run_ranks
@@ -42,17 +40,6 @@ def lost_before_an_observation(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(History, "observe", lost)
 
 
-def return_ends_at_observations(mp: pytest.MonkeyPatch) -> None:
-    """verl #7278."""
-    real = advantage._gae
-
-    def ended(batch: Any, reward_T: Any, algorithm: Any) -> Any:
-        alone = algorithm.model_copy(update={"gae_histories": "alone", "truncated": "end"})
-        return real(replace(batch, action_offsets=batch.turn_offsets), reward_T, alone)
-
-    mp.setattr(advantage, "_gae", ended)
-
-
 def for_the_turn_before(mp: pytest.MonkeyPatch) -> None:
     """verl #6310."""
 
@@ -69,7 +56,6 @@ PLANTS: Any = {
     for one in (
         one_token_late,
         lost_before_an_observation,
-        return_ends_at_observations,
         for_the_turn_before,
     )
 }
@@ -84,28 +70,3 @@ def test_planted_faults_of_rewards_are_found_and_healthy_ones_are_not(tmp_path: 
     (found,) = run_ranks(staged.run, 1, look, path, "rollout.samples_per_task=4", timeout=240)
     assert found.pop("") == [] and found.keys() == PLANTS.keys()
     assert all(lines and lines[0].startswith("rewards land") for lines in found.values()), found
-
-
-def summary(*rewards: float, branch: int = 0, outcome: Any = "ok") -> Summary:
-    turns = tuple(TurnSummary(2, 0, reward, ((0, 2),)) for reward in rewards)
-    return Summary(0, 1, turns, outcome, 0, 0, 0, "", 0, branch)
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ({"lam": 0.0}, [0, 1, 0, 2, 0, 3]),
-        ({"lam": 1.0}, [3, 3, 2, 2, 3, 3]),
-        ({"lam": 0.0, "gae_level": "turn"}, [1, 1, 2, 2, 3, 3]),
-        ({"lam": 0.0, "gae_histories": "discounted"}, [0, 0, 0, 0, 0, 3]),
-        ({"lam": 1.0, "gae_histories": "discounted"}, [3, 3, 2, 2, 3, 3]),
-        ({"lam": 0.0, "gae_histories": "chained"}, [0, 1, 0, 0, 0, 3]),
-        ({"lam": 1.0, "gae_histories": "chained"}, [4, 4, 3, 3, 3, 3]),
-    ],
-)
-def test_an_episode_of_two_histories_has_the_advantages_of_its_setting(given: Any, wanted: Any) -> None:
-    every, rewards = [summary(1, 2), summary(3, branch=1)], [[1.0, 2.0], [3.0]]
-    algorithm = AlgorithmConfig().model_copy(update=given)
-    assert expected(every, rewards, algorithm) == wanted
-    failed = [summary(1, 2, outcome="error"), summary(3, branch=1, outcome="error")]
-    assert expected(failed, rewards, algorithm) == [0.0] * 6
