@@ -98,9 +98,9 @@ def estimate(
 
 def signals(episodes: Sequence[ExactEpisode], a: AlgorithmConfig, own: OwnAdvantage | None = None) -> bool:
     """Return whether the rewards are a signal; without one the actor is held."""
-    live = [episode for episode in episodes if episode.lives(a)]
     if a.advantage != "gae":
         return a.advantage == "kl" or any(chain.from_iterable(relative(episodes, a, own)))
+    live = [episode for episode in episodes if episode.lives(a)]
     rewarded = any(r for episode, history in every_history(live) for r in episode.rewards(history, a))
     return (a.gamma < 1 and rewarded) or vary(live, a)
 

@@ -5,7 +5,7 @@ Every turn gets a whole number of its own. What follows from rewards is for chec
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, count
 from typing import TypeVar
@@ -40,17 +40,19 @@ def landing(stage: Stage) -> Iterator[Checked]:
     yield judged(
         LAND,
         not wrong,
-        wrong[0] if wrong else f"{batch.tokens:,} action tokens of {len(played.every)} episodes ({compared})",
+        wrong[0]
+        if wrong
+        else f"{len(batch.reward_T):,} action tokens of {len(played.every)} episodes ({compared})",
         "environment: report this line; a reward is credited to tokens that did not earn it",
     )
 
 
-def rewarded(played: Played, rewards: Rewards, failed: Collection[int] = ()) -> Played:
-    """Return the episodes with these rewards, and with the outcome `error` for the trajectories `failed`."""
+def rewarded(played: Played, rewards: Rewards) -> Played:
+    """Return the episodes with these rewards."""
 
     def changed(number: int, episode: T) -> T:
-        turns = tuple(replace(t, reward=r) for t, r in zip(episode.turns, rewards[number], strict=True))
-        return replace(episode, turns=turns, outcome="error" if number in failed else episode.outcome)
+        turns = zip(episode.turns, rewards[number], strict=True)
+        return replace(episode, turns=tuple(replace(turn, reward=reward) for turn, reward in turns))
 
     first = sum(played.counts[: dist.get_rank()])
     every = [changed(n, summary) for n, summary in enumerate(played.every)]
