@@ -21,9 +21,9 @@ from megatron_stppo.config import AlgorithmConfig
 
 @dataclass
 class ExactToken:
-    """A token, with what the models say about it. `estimate` fills the last two fields."""
+    """A token. `estimate` fills the last two fields."""
 
-    value: float
+    value: float  # by the critic
     old: float = 0.0  # log-prob by the old policy
     reference: float = 0.0  # and by the reference
     advantage: float = 0.0
@@ -257,7 +257,7 @@ def by_index(episode: ExactEpisode, peers: Sequence[ExactEpisode], a: AlgorithmC
 def by_state(
     episode: ExactEpisode, history: Sequence[ExactTurn], peers: Sequence[ExactEpisode], a: AlgorithmConfig
 ) -> list[float]:
-    """Return the part of gigpo that compares turns which begin in the same state; 0 without a state."""
+    """Return the part of gigpo that compares turns that begin in the same state; 0 without a state."""
     same: dict[int, list[float]] = {}
     for peer, own in every_history(peers):
         for turn, g in zip(own, to_go(peer, own, a), strict=True):

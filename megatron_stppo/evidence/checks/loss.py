@@ -1,9 +1,8 @@
 """Checks that the steps of the actor are those of the definition: each weight, term, derivative and rate.
 
-The model is built for this. Its log-probs and entropies are compared with its logits in float64; old
-log-probs, advantages and the controllers' state are planted. The learning rate is so small that no weight
-changes, so that all steps of an iteration can be predicted. It is done with the run's settings, and with all
-terms on.
+The model is built for this. Its log-probs and entropies are compared with its logits; old log-probs,
+advantages and the controllers' state are planted. The learning rate is so small that no weight changes, so
+that all steps of an iteration can be predicted: with the run's settings, and with all terms on.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def everything(a: AlgorithmConfig) -> AlgorithmConfig:
         more |= {"select_bound": 1e-12}  # the probabilities of random tokens change by little
     if a.clips and a.correction == "off":
         more |= {"correction": "logit"}
-    return a.changed(**more, **({"rate": "kl"} if a.rate == "constant" else {}))
+    return a.changed(rate="kl" if a.rate == "constant" else a.rate, **more)
 
 
 @dataclass(frozen=True)
@@ -261,10 +260,8 @@ class Iteration:
         local = (factors[0] @ factors[1].t()).contiguous()
         shards = [torch.empty_like(local) for _ in range(mesh.tensor_size)]
         dist.all_gather(shards, local, group=mesh.tensor_group)
-        logits = (
-            torch.cat(shards, dim=1)[:, : head.vocab_size].double() / self.trial.config.rollout.temperature
-        )
-        log_p = logits.log_softmax(1)
+        logits = torch.cat(shards, dim=1)[:, : head.vocab_size].double()
+        log_p = (logits / self.trial.config.rollout.temperature).log_softmax(1)
         p = log_p.exp()
         own = log_p.gather(1, part.target_T[:, None])[:, 0]
         return torch.stack([own, -(p * log_p).sum(1), p.square().sum(1)])

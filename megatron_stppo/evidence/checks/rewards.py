@@ -36,13 +36,11 @@ def landing(stage: Stage) -> Iterator[Checked]:
         ("end of a history", batch.action_offsets, map(sum, lengths)),
     ):
         wrong += first_wrong(name, offsets.tolist(), list(accumulate(tokens, initial=0)))
-    compared = f"rewards of {known} compared with the environment's"
+    tokens, compared = len(batch.reward_T), f"rewards of {known} compared with the environment's"
     yield judged(
         LAND,
         not wrong,
-        wrong[0]
-        if wrong
-        else f"{len(batch.reward_T):,} action tokens of {len(played.every)} episodes ({compared})",
+        wrong[0] if wrong else f"{tokens:,} action tokens of {len(played.every)} episodes ({compared})",
         "environment: report this line; a reward is credited to tokens that did not earn it",
     )
 

@@ -18,7 +18,6 @@ from megatron_stppo.model import build
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.training import colocated, stages
 from megatron_stppo.training.colocated import Worker
-from megatron_stppo.training.update.actor_step import ActorLoss
 from megatron_stppo.weights.reshard.resharder import Resharder, SyncReport
 from megatron_stppo.weights.sharding.low_rank import LowRank
 
@@ -99,15 +98,6 @@ def dropout_in_the_update(patch: pytest.MonkeyPatch, worker: Worker) -> None:
         return real(self, torch.nn.functional.dropout(hidden, 0.1, torch.is_grad_enabled()), microbatch)
 
     patch.setattr(TokenModel, "_head", dropped)
-
-
-def old_policy_is_the_current(patch: pytest.MonkeyPatch, worker: Worker) -> None:
-    real = ActorLoss.surrogate
-
-    def current(self: ActorLoss, tokens: Any, **k: Any) -> Any:
-        return real(replace(self, batch=replace(self.batch, old_logprob_T=None)), tokens, **k)
-
-    patch.setattr(ActorLoss, "surrogate", current)
 
 
 def small_steps(patch: pytest.MonkeyPatch, worker: Worker) -> None:

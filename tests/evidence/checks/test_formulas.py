@@ -69,6 +69,7 @@ OF_LOSS: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     (TURNS, HEAD, "config.rollout.temperature", "1.0"),
     ({"preset": "sao"}, LOSS + "surrogate", 'a.select != "all"', 'a.select == "all"'),
     ({"preset": "dppo"}, "algorithm.selection:leaving", "(rises_T & (change_T", "(rises_T & (-change_T"),
+    (TURNS, LOSS + "surrogate", "if old_T is None", "if True"),  # higgsfield #20
     (TURNS, LOSS + "terms", "loss - a.entropy_coefficient", "loss + a.entropy_coefficient"),
     (TURNS | KL, LOSS + "terms", "loss + a.kl_coefficient", "loss - a.kl_coefficient"),
     (TURNS | KL, LOSS + "terms", "self.batch.reference_logprob_T", "self.batch.old_logprob_T"),
