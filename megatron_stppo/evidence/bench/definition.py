@@ -84,13 +84,13 @@ def estimate(
     usual: mean of the deviations of earlier batches. own: algorithm.advantage, if it names a function, of the
     results, tasks, and whether a mean counts them, of all histories.
     """
-    live = [episode for episode in episodes if episode.lives(a)]
     if a.advantage != "gae":
         of_turns = relative(episodes, a, own)
         for (episode, history), own_turns in zip(every_history(episodes), of_turns, strict=True):
             if episode.lives(a):
                 subtract_penalties(history, own_turns, a)
         return 0.0
+    live = [episode for episode in episodes if episode.lives(a)]
     for episode in live:
         by_critic(episode, a)
     return whiten(list(every_token(live, a)), usual) if a.whiten and vary(live, a) else 0.0

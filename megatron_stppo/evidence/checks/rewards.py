@@ -31,11 +31,11 @@ def landing(stage: Stage) -> Iterator[Checked]:
     wrong, known = _credited(stage), sum(stage.record(n) is not None for n in range(len(stage.episodes)))
     wrong += first_wrong("planted reward", batch.reward_T.tolist(), _at_ends(played.every))
     lengths = [[turn.tokens for turn in summary.turns] for summary in played.every]
-    for name, offsets, tokens in (
+    for name, offsets, counts in (
         ("end of a turn", batch.turn_offsets, chain.from_iterable(lengths)),
         ("end of a history", batch.action_offsets, map(sum, lengths)),
     ):
-        wrong += first_wrong(name, offsets.tolist(), list(accumulate(tokens, initial=0)))
+        wrong += first_wrong(name, offsets.tolist(), list(accumulate(counts, initial=0)))
     tokens, compared = len(batch.reward_T), f"rewards of {known} compared with the environment's"
     yield judged(
         LAND,
