@@ -9,8 +9,10 @@ import json
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "reasoning_gym"))
+from gym_tasks import task_rows
+
 from megatron_stppo.config import ConfigError
-from megatron_stppo.environments.reasoning_gym import task_rows
 
 SETTINGS = {"min_terms": 4, "max_terms": 8, "min_digits": 2, "max_digits": 3}
 # {split: (tasks, seed)}. The package makes task i from seed + i, so the seeds are far apart.

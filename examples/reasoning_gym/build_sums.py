@@ -15,11 +15,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))  # before an installed package `build`
 from build import command, demonstrations, write_rows
+from gym_tasks import CORRECTION, RETRY, task_rows
 from rich.progress import Progress, TimeElapsedColumn
 from sums import SETTINGS, Script, working
 from tiny_model import train_tokenizer, write_model
-
-from megatron_stppo.environments.reasoning_gym import CORRECTION, RETRY, task_rows
 
 VERSION = 1  # raise it if the same arguments now give different files
 SIZES = {"train": 2048, "evaluate": 256}

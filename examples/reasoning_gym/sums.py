@@ -12,9 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from gym_tasks import RETRY, task_rows
 from trajectories import GUESS_SHARE
-
-from megatron_stppo.environments.reasoning_gym import RETRY, task_rows
 
 SETTINGS = {"min_terms": 5, "max_terms": 8, "min_digits": 1, "max_digits": 1}
 RETRY_SHARE = 0.2  # of the skill stage's rows: the first answer is a guess, and is corrected

@@ -41,8 +41,8 @@ class EnvironmentConfig(Section):
     kind: str = Field(
         "search",
         min_length=1,
-        description="search, reasoning_gym, agent, or MODULE:FACTORY, in the folder of the "
-        "configuration file or on PYTHONPATH",
+        description="search, agent, or MODULE:FACTORY, in the folder of the configuration file or on "
+        "PYTHONPATH",
     )
     reward: str | None = Field(
         None,

@@ -11,17 +11,13 @@ from contextlib import suppress
 from megatron_stppo.base import interfaces
 from megatron_stppo.config import ConfigError, EnvironmentConfig, user_code
 from megatron_stppo.config.user_code import FOUND
-from megatron_stppo.environments import reasoning_gym, rewarded, search
+from megatron_stppo.environments import rewarded, search
 from megatron_stppo.environments.base import Environment, ToolAway
 
 AGENT = "agent"  # its environment needs the engine's process: agents/endpoint/opening.py
-BUILT_IN: dict[str, Callable[[EnvironmentConfig], Callable[[], Environment]]] = {
-    "search": search.factory,
-    reasoning_gym.KIND: reasoning_gym.factory,
-}
-# environments that play only rows of their own, and what writes these
-OWN_ROWS = {reasoning_gym.KIND: reasoning_gym.WRITER}
-REMEDY = f"give {', '.join(BUILT_IN)}, {AGENT}, or MODULE:FACTORY, {FOUND}"
+REMEDY = f"give search, {AGENT}, or MODULE:FACTORY, {FOUND}"
+# kinds of older runs
+MOVED = {"reasoning_gym": "give gym_tasks:factory, whose module is in examples/reasoning_gym"}
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
@@ -35,7 +31,7 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
         raise ConfigError(
             "environment.kind=agent: an agent needs a policy; play its episodes with `megatron-stppo rollout`"
         )
-    make = BUILT_IN[config.kind](config) if config.kind in BUILT_IN else _own(config)
+    make = search.factory(config) if config.kind == "search" else _own(config)
     if config.reward is None:
         return make
     where = f"environment.reward={config.reward}"
@@ -45,8 +41,7 @@ def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
 
 def _own(config: EnvironmentConfig) -> Callable[[], Environment]:
     """Return what the user's factory returns."""
-    where = f"environment.kind={config.kind}"
-    module, name = user_code.named(where, config.kind, config.modules, "factory", REMEDY)
+    where, (module, name) = f"environment.kind={config.kind}", _named(config)
     with user_code.one_line(where, REMEDY, ToolAway):
         own = getattr(importlib.import_module(module), name)
         make: Callable[[], Environment] | None = own(config) if callable(own) else None
@@ -57,25 +52,28 @@ def _own(config: EnvironmentConfig) -> Callable[[], Environment]:
     return make
 
 
+def _named(config: EnvironmentConfig) -> tuple[str, str]:
+    """Return the module and the name of the user's factory. Raises ConfigError, as `user_code.named`."""
+    remedy = MOVED.get(config.kind, REMEDY)
+    return user_code.named(f"environment.kind={config.kind}", config.kind, config.modules, "factory", remedy)
+
+
 def check(config: EnvironmentConfig, resume: bool = False) -> None:
     """Raise ConfigError for an environment that cannot work, before torch and megatron are set up.
 
     For the search environment, check that the retriever is reachable and not empty. With `resume` it need not
-    be reachable yet, because the run waits for it. For reasoning_gym, check that the package is installed.
-    For a user's module, check only that its file exists: the module may import torch, so it is not imported
-    here.
+    be reachable yet, because the run waits for it. For a user's module, check only that its file exists: the
+    module may import torch, so it is not imported here.
     """
     if config.reward is not None:
         user_code.named(f"environment.reward={config.reward}", config.reward, config.modules, "reward")
     if config.kind == "search":
         with suppress(*((search.Unreachable,) if resume else ())):
             search.open_retriever(config)
-    elif config.kind in BUILT_IN:
-        BUILT_IN[config.kind](config)
     elif config.kind == AGENT:
         _check_agent(config)
     else:
-        user_code.named(f"environment.kind={config.kind}", config.kind, config.modules, "factory", REMEDY)
+        _named(config)
 
 
 def _check_agent(config: EnvironmentConfig) -> None:

@@ -43,10 +43,13 @@ def test_a_user_environment_is_created_from_its_section(own, kind):
     "kind", ["serach", "own_environment:missing", "a.b.c:make", ":make", ".own:make", "os:sep", "builtins:id"]
 )
 def test_an_environment_that_cannot_be_imported_gives_a_one_line_error(own, kind):
-    with pytest.raises(
-        ConfigError, match=rf"environment\.kind={kind}: .*; give search, reasoning_gym, agent, or M"
-    ):
+    with pytest.raises(ConfigError, match=rf"environment\.kind={kind}: .*; give search, agent, or M"):
         choose.factory(EnvironmentConfig(kind=kind))
+
+
+def test_a_kind_of_older_runs_names_the_module_that_has_it_now():
+    with pytest.raises(ConfigError, match=r"=reasoning_gym: no allowed .*; give gym_tasks:factory, whose "):
+        choose.check(EnvironmentConfig(kind="reasoning_gym"))
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,20 @@ from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.config.file import load
 from megatron_stppo.data import tasks
 from megatron_stppo.data.demonstrations import Row, encode
-from megatron_stppo.environments import choose, reasoning_gym
+from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.environments.reasoning_gym import RETRY, task_rows
 from tests.environments.playing import played
 
 package = pytest.importorskip("reasoning_gym", reason="needs megatron-stppo[reasoning-gym]")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "reasoning_gym"
 sys.path[:0] = [str(EXAMPLE.parent / "quickstart"), str(EXAMPLE)]
 import build_sums  # noqa: E402
+import gym_tasks  # noqa: E402
 import sums  # noqa: E402
+from gym_tasks import RETRY, task_rows  # noqa: E402
 
 del sys.path[:2]
-SECTION = EnvironmentConfig(kind="reasoning_gym", max_turns=2)
+SECTION = EnvironmentConfig(kind="gym_tasks:factory", max_turns=2).beside(EXAMPLE)
 
 
 def written(folder: Path, *rows: dict[str, Any]) -> tuple[Task, ...]:
@@ -78,7 +79,7 @@ def test_text_that_is_no_answer_costs_neither_time_nor_the_process(seven: Task, 
 def test_every_accepted_dataset_scores_its_own_answers_after_a_round_trip_through_a_file(
     tmp_path: Path,
 ) -> None:
-    names = reasoning_gym.accepted()
+    names = gym_tasks.accepted()
     assert len(names) >= 40 and {"chain_sum", "letter_counting", "mini_sudoku"} <= set(names)
     for name in names:
         for task in written(tmp_path, *task_rows(name, "train", 1, 0)):
@@ -114,7 +115,7 @@ def test_a_row_of_other_data_names_what_is_missing(seven: Task, tmp_path: Path) 
 def test_without_the_package_one_line_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"; pip install reasoning-gym$"):
-        choose.check(SECTION)
+        choose.factory(SECTION)
 
 
 def test_the_example_is_built_from_disjoint_tasks_and_right_workings(

@@ -59,7 +59,7 @@ def check(section: EnvironmentConfig, tasks: Sequence[Task] = (), actions: Seque
     given tasks in turn (default: one fixed task). A call that blocks for longer than a rollout waits, and
     tools that do not answer, end the test.
     """
-    return _found(section, lambda player: _compare(player, tasks or (TASK,), actions), tasks)
+    return _found(section, lambda player: _compare(player, tasks or (TASK,), actions))
 
 
 def play(
@@ -76,7 +76,7 @@ def play(
     """
     task = tasks[0] if tasks else TASK
     shown = _Shown(task, turns, show, model)
-    found = _found(section, lambda player: shown.played_by(player), tasks)
+    found = _found(section, lambda player: shown.played_by(player))
     if found.episodes:
         shown.end()
     return found
@@ -96,17 +96,10 @@ def rewards(section: EnvironmentConfig, episodes: Sequence[tuple[Task, str]]) ->
     return _found(section, play)
 
 
-def _found(
-    section: EnvironmentConfig, play: Callable[[_Player], None], tasks: Sequence[Task] | None = None
-) -> Found:
-    """Return what a function finds that plays episodes, of these tasks or, if there is none, of TASK."""
+def _found(section: EnvironmentConfig, play: Callable[[_Player], None]) -> Found:
+    """Return what a function finds that plays episodes."""
     found = Found()
     try:
-        if not tasks and tasks is not None and section.kind in choose.OWN_ROWS:
-            raise ConfigError(
-                f"environment.kind={section.kind}: plays only rows that {choose.OWN_ROWS[section.kind]} has "
-                "written; give a CONFIG.yaml with such a data.train"
-            )
         choose.check(section)
         player = _Player(section, choose.factory(section), found)
     except ConfigError as error:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo import __main__ as command_line
-from megatron_stppo.config import EnvironmentConfig
-from megatron_stppo.rollout.episodes import check_environment, environment_host
+from megatron_stppo.rollout.episodes import environment_host
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart" / "model"
 
@@ -175,15 +174,6 @@ def test_given_turns_are_played_in_one_episode_and_shown(check: Check) -> None:
     )
 
 
-def test_an_environment_with_rows_of_its_own_needs_them() -> None:
-    section = EnvironmentConfig(kind="reasoning_gym")
-    for found in (check_environment.check(section), check_environment.play(section, (), ["a"], print)):
-        assert found.problems == [
-            "environment.kind=reasoning_gym: plays only rows that environments.reasoning_gym.task_rows has "
-            "written; give a CONFIG.yaml with such a data.train"
-        ]
-
-
 def test_every_task_is_played_with_its_own_answer(check: Check, tmp_path: Path) -> None:
     rows = [
         {
@@ -220,7 +210,7 @@ def test_every_task_is_played_with_its_own_answer(check: Check, tmp_path: Path) 
         ("text", "Text: stop_strings '</answer>'; give a tuple"),
         ("needs", "making an episode's environment: raised TypeError: "),
         ("fails", "FileNotFoundError: board.json"),
-        ("absent", "has no attribute 'absent'; give search, reasoning_gym, agent, or M"),
+        ("absent", "has no attribute 'absent'; give search, agent, or M"),
     ],
 )
 def test_a_defect_of_an_environment_gives_one_line_and_exit_code_2(

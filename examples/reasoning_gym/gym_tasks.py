@@ -1,4 +1,4 @@
-"""Tasks and scorers of the package reasoning-gym, an optional extra: `environment.kind: reasoning_gym`.
+"""The environment: tasks and scorers of the package reasoning-gym, `environment.kind: gym_tasks:factory`.
 
 `task_rows` makes the rows of a data file. A row contains everything that the scorer needs, so training does
 not generate a task again. The policy writes <answer>answer</answer>, with any text before it. A wrong answer
@@ -24,7 +24,7 @@ from megatron_stppo.config import ConfigError, EnvironmentConfig
 from megatron_stppo.environments.answers import MAX_ACTION, MAX_ANSWER, inside_last
 from megatron_stppo.environments.base import StepResult
 
-KIND, WRITER = "reasoning_gym", "environments.reasoning_gym.task_rows"
+KIND, WRITER = "reasoning_gym", "gym_tasks.task_rows"
 INSTRUCTION = "\nThink step by step, then write <answer>your answer</answer>."
 RETRY = "\n\nThat answer is wrong. Try again.\n\n"
 CORRECTION = "\n\nThat has no answer. Write <answer>your answer</answer>, then stop.\n\n"
@@ -129,7 +129,7 @@ class ReasoningGymEnvironment:
     async def close(self) -> None: ...
 
 
-def factory(config: EnvironmentConfig) -> Callable[[], ReasoningGymEnvironment]:
+def factory(section: EnvironmentConfig) -> Callable[[], ReasoningGymEnvironment]:
     """Return a function that makes one environment per episode.
 
     Raises ConfigError if the package is not installed.
@@ -142,7 +142,7 @@ def factory(config: EnvironmentConfig) -> Callable[[], ReasoningGymEnvironment]:
         score: Score = package.get_score_answer_fn(dataset)
         return score
 
-    return lambda: ReasoningGymEnvironment(scorer, config.max_turns)
+    return lambda: ReasoningGymEnvironment(scorer, section.max_turns)
 
 
 def accepted() -> list[str]:
@@ -158,8 +158,7 @@ def _package() -> ModuleType:
             return importlib.import_module("reasoning_gym")  # optional, and slow to import
     except ImportError as error:
         raise ConfigError(
-            f"environment.kind={KIND}: the package reasoning-gym cannot be imported ({error}); "
-            "pip install reasoning-gym"
+            f"gym_tasks: the package reasoning-gym cannot be imported ({error}); pip install reasoning-gym"
         ) from None
 
 
