@@ -36,7 +36,7 @@ SURE = math.log(100)  # the least gain of one turn, or of most together
 WITHIN, NONE = 0.9, -1e9  # share of the tokens that must be within their limits, and the gain if they are not
 GRID, HEADER = 32, 64  # ends of a part that may be missing; tokens that may be missing before the prompt
 COLUMNS = ("version", "it looks like", "episodes", "for example")
-OTHER = "other weights, log-probs after top_p or top_k, or an unknown cause"
+OTHER = "other weights, missing text, or log-probs after top_p or top_k"
 Ids = tuple[int, ...]
 Reason = tuple[float, str]  # gain, and what fits
 

@@ -85,7 +85,7 @@ EXPECTED = {
     "encoded": "text decoded and enc",
     "cut by engine": "a cut prompt or cont",
     "cut by dump": "a cut prompt or cont",
-    "weights": "other weights, log-p",
+    "weights": "other weights, missi",
 }
 
 
