@@ -7,7 +7,7 @@ no field of the configuration names: they must be vLLM's defaults.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -57,11 +57,15 @@ def asked(stage: Stage) -> Iterator[Checked]:
         evaluated = _recorded(rollouts, lambda: _evaluation(rollouts, count))
     rollouts.learner = learner
     drawn = [request for _, requests in draws for request in requests]
-    wrong = wrong_seeds(rollouts, {"training": drawn, "an evaluation": evaluated[1]})
-    for requests, evaluates in ((drawn, False), (evaluated[1], True)):
-        wrong += of_every_rank(list(wrong_requests(rollouts, requests, evaluates)))
-    counts = f"first engine: {len(drawn)} requests of {DRAWS} draws, {len(evaluated[1])} of an evaluation"
-    yield judged(ASKED, not wrong, "; ".join(wrong[:3]) or counts, REMEDY)
+    wrong, counts = list[str](), list[int]()
+    for what, requests in (("training", drawn), ("an evaluation", evaluated[1])):
+        seeds = _seeds(rollouts, requests)
+        counts.append(len(seeds))
+        if len(set(seeds)) < len(seeds):
+            wrong.append(f"{what}: {len(seeds)} requests have {len(set(seeds))} different seeds")
+        wrong += of_every_rank(list(wrong_requests(rollouts, requests, what)))
+    text = f"{counts[0]} requests of {DRAWS} draws, {counts[1]} of an evaluation"
+    yield judged(ASKED, not wrong, "; ".join(wrong[:3]) or text, REMEDY)
     yield _places(config, [task for played, _ in draws for task in played], evaluated[0])
 
 
@@ -89,22 +93,18 @@ def _evaluation(rollouts: Worker, count: int) -> Played:
     return plays[0]
 
 
-def wrong_seeds(rollouts: Worker, requests: Mapping[str, Sequence[EngineCoreRequest]]) -> list[str]:
-    """Return a line for each kind of episodes of which two requests, of any engine, have the same seed."""
-    first, lines = dist.get_rank(rollouts.engine.group) == 0, []  # its ranks get the same requests
-    for what, of_engine in requests.items():
-        seeds = [_sampling(request).seed or 0 for request in of_engine if first]
-        every = [seed for of_rank in gather_records(seeds, int) for seed in of_rank]
-        if len(set(every)) < len(every):
-            lines.append(f"{what}: {len(every)} requests have {len(set(every))} different seeds")
-    return lines
+def _seeds(rollouts: Worker, requests: Sequence[EngineCoreRequest]) -> list[int]:
+    """Return the seeds of the requests of all engines. Collective."""
+    first = dist.get_rank(rollouts.engine.group) == 0  # the ranks of an engine get the same requests
+    seeds = [_sampling(request).seed or 0 for request in requests if first]
+    return [seed for of_rank in gather_records(seeds, int) for seed in of_rank]
 
 
-def wrong_requests(rollouts: Worker, requests: Sequence[EngineCoreRequest], evaluates: bool) -> Iterator[str]:
+def wrong_requests(rollouts: Worker, requests: Sequence[EngineCoreRequest], what: str) -> Iterator[str]:
     """Yield what the requests of this engine have that is not configured."""
     config, ends = rollouts.learner.config, list(rollouts.engine.end_ids)
-    what, r = ("an evaluation" if evaluates else "training"), config.rollout
-    temperature, top_p = (config.evaluate.temperature, 1.0) if evaluates else (r.temperature, r.top_p)
+    r, trains = config.rollout, what == "training"
+    temperature, top_p = (r.temperature, r.top_p) if trains else (config.evaluate.temperature, 1.0)
     adapters = served_adapters(config.model.lora, rollouts.learner.shape)
     served = adapters is not None and adapters.alone  # beside the weights
     for request in requests:
@@ -140,8 +140,7 @@ def _places(config: Config, trained: Sequence[Task], evaluated: Sequence[Task]) 
             text = f"{len(foreign)} of {len(played)} episodes of data.{name} have tasks that it lacks"
             wrong.append(f"{text}, such as {foreign[0].data_source} {foreign[0].index}")
     wrong = of_every_rank(wrong)
-    other = "of data.evaluate" if "evaluate" in own else "evaluated: data.evaluate is not given"
-    counts = f"{len(trained)} episodes of data.train, {len(evaluated) or 'none'} {other}"
+    counts = ", ".join(f"{len(of_file)} tasks of data.{name}" for name, of_file in own.items())
     return judged(PLACES, not wrong, "; ".join(wrong[:2]) or counts, REMEDY)
 
 
