@@ -43,18 +43,19 @@ def _set(module: Any, name: str, planted: Any) -> staged.Patch:
     return lambda mp: mp.setattr(module, name, planted)
 
 
+def _first_index_0(*a: Any, real: Any = colocated.collect, **k: Any) -> Any:
+    return real(*a, **k | {"first_index": 0})
+
+
+def _training_tasks(config: Any, field: str, **k: Any) -> Any:
+    return colocated.fitting_tasks(config, "train", **k)
+
+
+SEEDS = "different seeds"
 PLANTS: dict[str, tuple[str, staged.Patch]] = {  # {mistake: (part of the line, plant)}
-    "one seed for all episodes": ("different seeds", _set(play, "request_seed", lambda *of: 7)),
-    "the same seeds in each iteration": (
-        "different seeds",
-        _set(colocated, "seed_of", lambda run, iteration: run.seed),
-    ),
-    OF_RANKS: (
-        "different seeds",
-        _set(
-            colocated, "collect", lambda *a, real=colocated.collect, **k: real(*a, **k | {"first_index": 0})
-        ),
-    ),
+    "one seed for all episodes": (SEEDS, _set(play, "request_seed", lambda *of: 7)),
+    "the same seeds in each iteration": (SEEDS, _set(colocated, "seed_of", lambda run, iteration: run.seed)),
+    OF_RANKS: (SEEDS, _set(colocated, "collect", _first_index_0)),
     "top_p is ignored": ("training: top_p is 1.0, not 0.9", _requested(top_p=1.0)),
     "top_k of the model's folder": ("training: top_k is 20, not ", _requested(top_k=20)),
     "an end token that is left out": ("training: stop_token_ids is [], not [", _requested(stop_token_ids=[])),
@@ -64,11 +65,7 @@ PLANTS: dict[str, tuple[str, staged.Patch]] = {  # {mistake: (part of the line, 
     ),
     "training tasks are evaluated": (
         "of data.evaluate have tasks that it lacks",
-        _set(
-            rollouts,
-            "fitting_tasks",
-            lambda config, field, **k: colocated.fitting_tasks(config, "train", **k),
-        ),
+        _set(rollouts, "fitting_tasks", _training_tasks),
     ),
     "held-out tasks are trained on": (
         "of data.train have tasks that it lacks",

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_stppo.evidence.bench.definition import value_error
 from megatron_stppo.evidence.bench.stage import Stage
 from megatron_stppo.evidence.checks.critic import CAUSAL, FORMULA, critic
 from megatron_stppo.evidence.checks.reference import BEGINS, RATES, STAYS, rates, reference
@@ -94,8 +93,3 @@ def test_healthy_models_pass_and_each_planted_mistake_is_found(tmp_path: Path) -
     for found, plants in zip(every, PLANTS.values(), strict=True):
         names = {plant: [line.split(":")[0] for line in lines] for plant, lines in found.items()}
         assert names == {"": []} | {plant.__name__: [line] for plant, line in plants.items()}, found
-
-
-def test_a_value_beyond_the_clipping_range_has_no_derivative_if_it_is_nearer_to_the_return() -> None:
-    assert value_error(1.0, 0.0, 1.0, 0.5) == (0.125, 0.0)
-    assert value_error(1.0, 0.0, -1.0, 0.5) == (2.0, 2.0)
