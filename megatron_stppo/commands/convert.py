@@ -1,10 +1,9 @@
-"""The commands `convert to-hf`, `convert to-peft`, `convert to-megatron`, `import-gguf`, `import-mxfp4`."""
+"""The commands `convert to-hf`, `convert to-peft`, `convert to-megatron`, `import-mxfp4`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +13,6 @@ from megatron_stppo.observe.console import say
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
-    from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 commands = command_group("Convert between checkpoints and Hugging Face folders.")
 Checkpoint = Annotated[str, typer.Argument(help="checkpoint of the run in CONFIG.yaml: step_N or latest")]
@@ -91,28 +89,6 @@ imports = command_group()
 
 
 @imports.command(
-    "import-gguf",
-    epilog=examples(
-        "megatron-stppo import-gguf SmolLM2-135M-Instruct.Q4_1.gguf models/smollm2",
-        "megatron-stppo import-gguf model.gguf models/new --dtype float32",
-    ),
-)
-def import_gguf(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="a GGUF file of llama.cpp", show_default=False)
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="new folder to write", show_default=False)],
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="type of the weights")] = "bfloat16",
-) -> None:
-    """Write a GGUF file as a Hugging Face folder, which model.path accepts."""
-    import torch
-
-    from megatron_stppo.checkpoint import imports
-
-    _say_written(folder, imports.import_gguf(file, folder, getattr(torch, dtype), _progress), dtype)
-
-
-@imports.command(
     "import-mxfp4",
     epilog=examples("megatron-stppo import-mxfp4 downloads/gpt-oss-20b models/gpt-oss-20b"),
 )
@@ -123,16 +99,9 @@ def import_mxfp4(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="new folder to write", show_default=False)],
 ) -> None:
     """Write weights that are published in MXFP4 in bfloat16, as a folder which model.path accepts."""
-    from megatron_stppo.checkpoint import imports
-
-    _say_written(folder, imports.import_mxfp4(source, folder, _progress), "bfloat16")
-
-
-def _progress(names: Sequence[str]) -> Iterable[str]:
     from rich.progress import track
 
-    return track(names, "decoding")
+    from megatron_stppo.checkpoint import imports
 
-
-def _say_written(folder: Path, shape: ModelShape, dtype: str) -> None:
-    say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, {dtype}")
+    shape = imports.import_mxfp4(source, folder, lambda names: track(names, "decoding"))
+    say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, bfloat16")

@@ -13,5 +13,5 @@ A technique, such as experts, partly rotated heads or recurrent layers, is what 
 know and ask for. What only the families of one folder use is in that folder, also if it has a name of its
 own: gated delta nets, attention sinks, YaRN. When a second folder needs it, it moves to model/ or to
 weights/sharding/, under the name of the technique. File formats that several families could have are no part
-of a family: GGUF, MXFP4.
+of a family: MXFP4.
 """

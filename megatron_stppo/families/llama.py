@@ -13,16 +13,12 @@ WINDOW = frozenset({"sliding_window"})  # has no effect without use_sliding_wind
 class Llama(ModelShape):
     model_type = "llama"
     architecture = "LlamaForCausalLM"
-    gguf = "llama"
-    gguf_pairs = True
     missing: ClassVar[Mapping[str, Any]] = {"max_position_embeddings": 2048}
 
 
 class Mixtral(ModelShape):
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
-    gguf = "llama"
-    gguf_pairs = True
     missing: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
@@ -30,7 +26,6 @@ class Mixtral(ModelShape):
         "max_position_embeddings": 131072,
     }
     mixture = True
-    experts_field = "num_local_experts"
     block = "block_sparse_moe"
     linears = ("w1", "w3", "w2")
     row_parallel = (*ModelShape.row_parallel, "w2.weight")
@@ -39,7 +34,6 @@ class Mixtral(ModelShape):
 class Qwen2(ModelShape):  # and Qwen2.5
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
-    gguf = "qwen2"
     missing: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
     unchecked = WINDOW | {"qkv_bias"}
     free_head_dim = False
@@ -49,7 +43,6 @@ class Qwen2(ModelShape):  # and Qwen2.5
 class Qwen3(ModelShape):
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
-    gguf = "qwen3"
     missing: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32, "head_dim": 128}
     unchecked = WINDOW
     qk_norm = True
@@ -58,7 +51,6 @@ class Qwen3(ModelShape):
 class Qwen3Moe(ModelShape):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
-    gguf = "qwen3moe"
     missing: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
     unchecked = WINDOW
     ffn_field = "moe_intermediate_size"

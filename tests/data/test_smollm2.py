@@ -17,12 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stppo.base.types import Message, Task
-from megatron_stppo.checkpoint.imports import import_gguf
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.data.demonstrations import Row, validated
 from megatron_stppo.environments.base import StepResult
+from tests.data import gguf_files
 from tests.training.loop import small_run
-from tests.weights.gguf import written
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "smollm2"))
 import build_problems
@@ -31,6 +30,7 @@ import build_search
 import calculator
 import pretrained
 import problems
+from import_gguf import import_gguf
 
 del sys.path[0]
 
@@ -178,12 +178,13 @@ def test_the_long_form_takes_the_last_answer():
     ],
 )
 def test_an_iteration_runs_with_a_random_model_of_a_gguf_file(builder, configuration, tmp_path, monkeypatch):
-    kind, architecture, special = written.FAMILIES["tied"]
+    kind, architecture, special = gguf_files.FAMILIES["tied"]
     # vLLM's attention on a CPU needs a head of 32 or more
-    monkeypatch.setitem(written.FAMILIES, "served", (kind, architecture, special | {"head_dim": 32}))
-    fields, weights = written.model(tmp_path / "source", "served")
+    monkeypatch.setitem(gguf_files.FAMILIES, "served", (kind, architecture, special | {"head_dim": 32}))
+    fields, weights = gguf_files.model(tmp_path / "source", "served")
     file = tmp_path / "m.gguf"
-    written.write(file, fields, written.in_file(fields, weights, architecture), architecture=architecture)
+    tensors = gguf_files.in_file(fields, weights, architecture)
+    gguf_files.write(file, fields, tensors, architecture=architecture)
     monkeypatch.setattr(pretrained, "fetched", lambda folder: file)
     monkeypatch.setattr(build_search, "MAX_TOKENS", 100)  # of a tokenizer of few words
     data = tmp_path / "runs" / "run" / "data"
@@ -198,12 +199,10 @@ def test_an_iteration_runs_with_a_random_model_of_a_gguf_file(builder, configura
         *(f"data.{name}={data}/{name}.jsonl" for name in ("train", "evaluate")),
         f"environment.retrieval.index={data / 'index'}",
         *("run.iterations=1", "run.evaluate_every=0", "rollout.tasks_per_iteration=4"),
-        *(
-            "rollout.max_prompt_tokens=190",
-            "environment.max_turns=2",
-            "rollout.max_turn_tokens=9",
-            "environment.max_observation_tokens=9",
-        ),
+        "rollout.max_prompt_tokens=190",
+        "environment.max_turns=2",
+        "rollout.max_turn_tokens=9",
+        "environment.max_observation_tokens=9",
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (row,) = map(json.loads, (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines())

@@ -25,7 +25,6 @@ NAMES = re.compile("gptoss|qwen|llama|mixtral|deltanet|sinks|yarn")
 OTHER = {  # names that are not those of a family
     "config/model.py": {"deltanet"},  # the field by which users choose kernels of a technique
     "weights/sharding/hf_fields.py": {"llama"},  # transformers' name of a kind of rotary embeddings
-    "weights/gguf/header.py": {"llama", "qwen"},  # names of vocabularies
     "commands/new_project/template/make_model.py": {"qwen"},  # copied into a user's project
 }
 FIELDS: dict[str, Any] = {

@@ -151,7 +151,6 @@ class GptOss(ModelShape):
         "tie_word_embeddings": False,
     }
     unchecked = frozenset({"sliding_window", "qkv_bias"})
-    experts_field = "num_local_experts"
     mixture = True
     qkv_bias = True
     row_parallel = (*ModelShape.row_parallel, ".down.weight")

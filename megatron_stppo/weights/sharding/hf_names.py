@@ -59,14 +59,11 @@ class ModelShape:
     model_type: ClassVar[str] = ""
     architecture: ClassVar[str] = ""  # the class of transformers, and of vLLM
     with_images: ClassVar[str] = ""  # model_type of models with images whose text part is of this family
-    gguf: ClassVar[str] = ""  # the architecture in GGUF files; families that share one differ in `mixture`
-    gguf_pairs: ClassVar[bool] = False  # in them rotary embeddings turn neighbours: weights/gguf/tensors.py
     quantised: ClassVar[str] = ""  # quant_method of published folders that a command can import
     missing: ClassVar[Mapping[str, Any]] = NONE  # values of missing fields, instead of those in MISSING
     fixed: ClassVar[Mapping[str, Any]] = NONE  # only supported values of fields, beside those in PLAIN
     unchecked: ClassVar[frozenset[str]] = frozenset()  # fields in PLAIN that may have any value
     ffn_field: ClassVar[str] = "intermediate_size"
-    experts_field: ClassVar[str] = "num_experts"  # read under both names that transformers has for it
     always_renormalised: ClassVar[bool] = True  # False: as norm_topk_prob says
     free_head_dim: ClassVar[bool] = True  # False: vLLM computes with hidden_size / num_attention_heads
 

@@ -45,7 +45,7 @@ YARN = GptOss.missing["rope_parameters"]
 
 def read(folder: Path, family: str, **fields: Any) -> Any:
     kind = families()[family]
-    experts = {kind.experts_field: 4} if kind.mixture else {}
+    experts = {"num_experts": 4} if kind.mixture else {}
     (folder / "config.json").write_text(json.dumps({"model_type": family} | SIZES | experts | fields))
     return read_shape(folder)
 

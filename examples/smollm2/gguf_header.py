@@ -20,6 +20,13 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.weights.sharding.hf_fields import SCALED, SCALING
 from megatron_stppo.weights.sharding.hf_names import families
 
+# Architectures in GGUF files, and the model_type of each without experts and with experts.
+ARCHITECTURES = {
+    "llama": ("llama", "mixtral"),
+    "qwen2": ("qwen2", "qwen2"),
+    "qwen3": ("qwen3", "qwen3"),
+    "qwen3moe": ("qwen3_moe", "qwen3_moe"),
+}
 # Keys of an architecture, without its name, and the field of config.json that each becomes.
 FIELDS = {
     "block_count": "num_hidden_layers",
@@ -55,14 +62,12 @@ class Header:
             self.values: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = self.values.get("general.architecture")
-        known = {family.gguf for family in families().values()} - {""}
-        if self.architecture not in known:
-            raise self.refusal(f"architecture {self.architecture!r} is not supported", sorted(known))
+        if self.architecture not in ARCHITECTURES:
+            raise self.refusal(f"architecture {self.architecture!r} is not supported", sorted(ARCHITECTURES))
         if self.values.get("split.count", 1) != 1:
             raise self.refusal(f"is one of {self.values['split.count']} parts; merge them with gguf-split")
         self.experts = int(self.values.get(f"{self.architecture}.expert_count", 0))
-        alike = [family for family in families().values() if family.gguf == self.architecture]
-        self.family = next((of for of in alike if of.mixture == (self.experts > 0)), alike[0])
+        self.family = families()[ARCHITECTURES[self.architecture][self.experts > 0]]
 
     @contextmanager
     def one_line(self, problem: str) -> Iterator[None]:
@@ -105,7 +110,8 @@ class Header:
         fields.setdefault("num_key_value_heads", heads)
         fields.setdefault("rope_theta", 10000.0)
         if self.experts:
-            fields[self.family.experts_field] = self.experts
+            mixtral = self.family.model_type == "mixtral"
+            fields["num_local_experts" if mixtral else "num_experts"] = self.experts
         if not self.family.always_renormalised:
             fields["norm_topk_prob"] = True  # as llama.cpp computes this architecture
         rope = fields.pop("rope_theta")

@@ -1,8 +1,9 @@
-"""`import-gguf`: files of every family become the folders that they were made of; wrong files one line."""
+"""Files of every family become the folders that they were made of; wrong files one line."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,27 @@ from gguf import GGMLQuantizationType, GGUFValueType
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatron_stppo.base.errors import ConfigError
-from megatron_stppo.checkpoint.imports import import_gguf
+from megatron_stppo.config import ConfigError
 from megatron_stppo.weights.sharding.hf_names import read_shape
+from tests.data import gguf_files
 from tests.rollout.vllm.tiny import build_tokenizer
-from tests.weights.gguf import written
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "smollm2"))
+from import_gguf import import_gguf, main
+
+del sys.path[0]
 
 
 def made(root: Path, name: str, **given: Any) -> tuple[Path, dict[str, torch.Tensor]]:
     """Return a file of the family, and the weights that it was made of."""
-    fields, weights = written.model(root / "source", name)
-    architecture = written.FAMILIES[name][1]
-    tensors = written.in_file(fields, weights, architecture) | given.pop("tensors", {})
-    written.write(root / "m.gguf", fields, tensors, architecture=architecture, **given)
+    fields, weights = gguf_files.model(root / "source", name)
+    architecture = gguf_files.FAMILIES[name][1]
+    tensors = gguf_files.in_file(fields, weights, architecture) | given.pop("tensors", {})
+    gguf_files.write(root / "m.gguf", fields, tensors, architecture=architecture, **given)
     return root / "m.gguf", weights
 
 
-@pytest.mark.parametrize("name", written.FAMILIES)
+@pytest.mark.parametrize("name", gguf_files.FAMILIES)
 def test_weights_and_shape_are_those_that_the_file_was_made_of(tmp_path: Path, name: str) -> None:
     file, weights = made(tmp_path, name)
     import_gguf(file, tmp_path / "new", torch.float32)
@@ -96,13 +101,12 @@ def test_a_file_that_would_become_another_model_is_refused(
     refused(file, tmp_path, problem)
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [(b"", "is not a complete GGUF file"), (b"GGUF" + b"\xff" * 40, "is not a complete GGUF file")],
-)
-def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
-    (tmp_path / "m.gguf").write_bytes(content)
-    refused(tmp_path / "m.gguf", tmp_path, problem)
+@pytest.mark.parametrize("content", [b"", b"GGUF" + b"\xff" * 40])
+def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, capsys: Any) -> None:
+    (file := tmp_path / "m.gguf").write_bytes(content)
+    refused(file, tmp_path, problem := "is not a complete GGUF file")
+    assert main([str(file), str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err.startswith(f"megatron-stppo: FILE={file}: {problem}")
 
 
 def test_a_file_that_was_cut_or_has_another_architecture_is_refused(tmp_path: Path) -> None:

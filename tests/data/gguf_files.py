@@ -32,15 +32,12 @@ SIZES: dict[str, Any] = {
 ROPE = {"rope_theta": 5e5, "rope_type": "default"}
 SCALED = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0} | SCALING
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 # Name: model_type, the architecture in the file, fields beside SIZES
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {"rope_parameters": SCALED}),
     "tied": ("llama", "llama", {"rope_parameters": ROPE, "tie_word_embeddings": True}),
-    "mixtral": (
-        "mixtral",
-        "llama",
-        {"rope_parameters": ROPE, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "mixtral": ("mixtral", "llama", {"rope_parameters": ROPE} | MIXTRAL),
     "qwen2": ("qwen2", "qwen2", {"rope_parameters": ROPE}),
     "qwen3": ("qwen3", "qwen3", {"rope_parameters": ROPE, "head_dim": 128}),
     "qwen3_moe": ("qwen3_moe", "qwen3moe", {"rope_parameters": ROPE, "head_dim": 32} | EXPERTS),
