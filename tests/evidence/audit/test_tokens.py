@@ -109,12 +109,12 @@ def test_healthy_episodes_pass_and_each_fault_is_named(tmp_path: Path, dtype: st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token_ids": [5, 6, 320]}, "token_ids: 320 is not below vocab_size=320"),
+        ({"token_ids": [5, 320]}, "token_ids: 320 is not below vocab_size=320"),
         ({"token_ids": [5] * 257}, "token_ids: 257 tokens, max_position_embeddings=256"),
-        ({"action_mask": [0, 1]}, "action_mask: 2 numbers for 3 token_ids"),
+        ({"action_mask": [0, 0, 1]}, "action_mask: 3 numbers for 2 token_ids"),
         ({"action_mask": [0, 0, 2]}, "Expected `int` <= 1 - at `$.action_mask[2]`"),
-        ({"action_mask": [0, 0, 0]}, "action_mask: has no 1"),
-        ({"action_mask": [1, 0, 0]}, "action_mask: begins with 1"),
+        ({"action_mask": [0, 0]}, "action_mask: has no 1"),
+        ({"action_mask": [1, 0]}, "action_mask: begins with 1"),
         ({"logprobs": [-1.0, -2.0]}, "logprobs: 2 numbers for 1 tokens with action_mask 1"),
         ({"logprobs": [float("nan")]}, "JSON is malformed"),
         ({"temperature": 0}, "Expected `float` > 0.0 - at `$.temperature`"),
@@ -124,8 +124,7 @@ def test_what_cannot_be_scored_is_refused_with_line_field_and_remedy(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     build_model(tmp_path / "model")
-    row = {"token_ids": [5, 6, 7], "action_mask": [0, 0, 1], "logprobs": [-1.0]}
-    dump = tmp_path / "dump.jsonl"
+    dump, row = tmp_path / "dump.jsonl", {"token_ids": [5, 6], "action_mask": [0, 1], "logprobs": [-1.0]}
     dump.write_text(json.dumps(row) + "\n" + json.dumps(row | change) + "\n")
     with pytest.raises(ConfigError) as error:
         read(dump, read_shape(tmp_path / "model"))
