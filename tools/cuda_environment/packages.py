@@ -20,8 +20,6 @@ NEEDED = ("torch", "vllm", "megatron-core", "transformer-engine-torch", "megatro
 # not pinned: what venv installs, and the package itself
 FREE = {"pip", "megatron-stppo"}
 CPU_ONLY = "megatron_stppo.rollout.vllm.cpu"
-# need packages that are installed in environments of their own
-OTHERS = ("megatron_stppo.agents.packages.openenv", "megatron_stppo.agents.packages.verifiers")
 STAND_IN = "vllm.v1.worker.cpu.shm"  # replaces functions of torch while it is imported
 LAUNCH_FAILED = 2  # csrc/ops.h
 Checks = Iterator[tuple[str, Callable[[], str]]]
@@ -121,7 +119,7 @@ def package() -> str:
     import megatron_stppo
 
     names = [found.name for found in pkgutil.walk_packages(megatron_stppo.__path__, "megatron_stppo.")]
-    names = [name for name in names if name not in (CPU_ONLY, *OTHERS) and not name.endswith("__main__")]
+    names = [name for name in names if name != CPU_ONLY and not name.endswith("__main__")]
     failed = {}
     for name in names:
         try:

@@ -1,6 +1,5 @@
-"""Agents for environments of other packages: modules for `environment.agent`, and a program that runs them.
+"""A program that runs an agent function in a Python environment of its own.
 
-The packages need other versions of their dependencies than tools/lock-cpu.txt has, so each is installed in a
-Python environment of its own. Of megatron_stppo, the modules here import only base/types.py and
-environments/base.py.
+The packages of agents need other versions of their dependencies than tools/lock-cpu.txt has. Of
+megatron_stppo, this package imports only base/types.py and environments/base.py.
 """

@@ -46,10 +46,10 @@ AGENTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         name: ("agents", f"tests.agents.packages.clients:{name}", tuple(map(BASH.format, SHELL)))
         for name in ("mini_chat", "mini_responses", "mini_messages")
     },
-    "verifiers right": ("verifiers", "megatron_stppo.agents.packages.verifiers:agent", ("Rome", "Paris")),
-    "verifiers wrong": ("verifiers", "megatron_stppo.agents.packages.verifiers:agent", ("Paris", "Rome")),
-    "openenv won": ("openenv", "megatron_stppo.agents.packages.openenv:agent", ("3", "7")),
-    "openenv lost": ("openenv", "megatron_stppo.agents.packages.openenv:agent", ("7 or 8", "1", "2")),
+    "verifiers right": ("verifiers", "verifiers_agent:agent", ("Rome", "Paris")),
+    "verifiers wrong": ("verifiers", "verifiers_agent:agent", ("Paris", "Rome")),
+    "openenv won": ("openenv", "openenv_agent:agent", ("3", "7")),
+    "openenv lost": ("openenv", "openenv_agent:agent", ("7 or 8", "1", "2")),
 }
 CAPITALS = {"taskset": {"id": "vf_capitals"}, "agent": {"runtime": {"type": "subprocess"}}}
 
@@ -151,7 +151,7 @@ def test_an_environment_of_verifiers_plays_and_its_rubric_gives_the_reward(playe
 
 @pytest.mark.skipif(not python("verifiers").exists(), reason="needs .venv-verifiers: make test-agents")
 def test_the_tasks_of_verifiers_become_rows_of_a_data_file(tmp_path: Path) -> None:
-    program = [str(python("verifiers")), "-m", "megatron_stppo.agents.packages.verifiers"]
+    program = [str(python("verifiers")), str(ROOT / "examples" / "agents" / "verifiers_agent.py")]
     written = subprocess.run(
         [*program, json.dumps(CAPITALS), "train", "1", "9"],
         env={"PYTHONPATH": PATHS, "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},

@@ -1,9 +1,8 @@
 """An agent for environments of the package openenv-core (0.3), which run as servers.
 
-    environment:
-      kind: agent
-      command: [.venv-openenv/bin/python, -m, megatron_stppo.agents.packages.command,
-                "megatron_stppo.agents.packages.openenv:agent"]
+PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent \
+    'environment.command=[.venv-openenv/bin/python,
+    -m, megatron_stppo.agents.packages.command, "openenv_agent:agent"]'
 
 A row of the data names the server and the fields in extra_info: {"openenv": {"url": "http://127.0.0.1:8000",
 "action": "message", "observation": "text", "reset": {}}}. The text of the policy goes into the field `action`

@@ -1,15 +1,14 @@
 """An agent for environments of the package verifiers (0.4). They play the episodes and compute the rewards.
 
-    environment:
-      kind: agent
-      command: [.venv-verifiers/bin/python, -m, megatron_stppo.agents.packages.command,
-                "megatron_stppo.agents.packages.verifiers:agent"]
+PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent \
+    'environment.command=[.venv-verifiers/bin/python,
+    -m, megatron_stppo.agents.packages.command, "verifiers_agent:agent"]'
 
 A row of the data names the environment and the task in extra_info:
 {"verifiers": {"env": {"taskset": {"id": "NAME"}, ..}, "task": 3}}. `env` is the section of the package's
 configuration, and `task` is the position in the taskset. This program writes such rows:
 
-    .venv-verifiers/bin/python -m megatron_stppo.agents.packages.verifiers ENV_AS_JSON SPLIT FIRST SIZE \
+    PYTHONPATH=. .venv-verifiers/bin/python examples/agents/verifiers_agent.py ENV_AS_JSON SPLIT FIRST SIZE \
         > train.jsonl
 """
 
