@@ -1,4 +1,4 @@
-"""The commands `check-environment`, `build-index`, `serve-retriever` and `init`."""
+"""The commands `check-environment`, `build-index` and `init`."""
 
 from __future__ import annotations
 
@@ -91,42 +91,13 @@ def build_index(
     corpus: Annotated[Path, typer.Argument(help='.jsonl rows {"id", "contents"}; contents: "Title"\\ntext')],
     index: Annotated[Path, typer.Argument(help="new folder for the BM25 index")],
 ) -> None:
-    """Index a corpus for environment.retrieval.index and serve-retriever."""
+    """Index a corpus for environment.retrieval.index."""
     from megatron_stppo.base.files import check_absent
     from megatron_stppo.environments.retrieval import BM25Retriever, read_corpus
 
     check_absent("index", index)
     BM25Retriever.build(read_corpus(corpus), index)
     typer.echo(f"{len(BM25Retriever(index))} documents in {index}", err=True)
-
-
-@commands.command(
-    "serve-retriever",
-    epilog=examples(
-        "megatron-stppo serve-retriever index --port 8000",
-        "RETRIEVER_TOKEN=... megatron-stppo serve-retriever index --host 0.0.0.0 --token-env RETRIEVER_TOKEN",
-    ),
-)
-def serve_retriever(
-    index: Annotated[Path, typer.Argument(help="folder of a BM25 index")],
-    host: Annotated[
-        str, typer.Option(help="address to listen on; others than the loopback need --token-env")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
-    token_env: Annotated[
-        str | None, typer.Option(help="environment variable that holds the bearer token")
-    ] = None,
-) -> None:
-    """Serve POST /retrieve over a BM25 index until interrupted."""
-    from megatron_stppo.validation.checks import listener_token
-
-    token = listener_token(host, token_env)
-    from megatron_stppo.environments import retrieval_server
-
-    def announce() -> None:
-        typer.echo(f"serving POST http://{host}:{port}/retrieve; press Ctrl-C to stop", err=True)
-
-    retrieval_server.serve(index, host, port, token, announce)
 
 
 @commands.command(epilog=examples("megatron-stppo init my-project", "megatron-stppo init --agent my-agent"))

@@ -168,7 +168,7 @@ async def _probe(retriever: HttpRetriever, url: str) -> None:
     except (RetrievalError, ToolAway, httpx.InvalidURL) as error:
         raise (Unreachable if isinstance(error, ToolAway) else ConfigError)(
             f"environment.retrieval.url={url}: not usable ({one_line(str(error))}); start it with "
-            "`megatron-stppo serve-retriever` or correct the address"
+            "`python examples/search_agent/serve_retriever.py` or correct the address"
         ) from None
     finally:
         await retriever.close()

@@ -7,7 +7,6 @@ rank checks on its own and gets the same result.
 from __future__ import annotations
 
 import importlib.util
-import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,27 +138,6 @@ def check_output(config: Config) -> None:
         if folder is not None and output.exists() and output.resolve() == folder.resolve():
             raise ConfigError(f"cold_start.output={output}: is {field}; name another folder")
     check_absent("cold_start.output", output)
-
-
-def listener_token(host: str, token_env: str | None) -> str | None:
-    """Return a server's bearer token. Raises ConfigError for a host that others can reach without a token."""
-    token = os.environ.get(token_env, "") if token_env else None
-    if token == "":
-        raise ConfigError(f"--token-env={token_env}: that variable is not set; export it or leave it out")
-    if token is None and not _is_loopback(host):
-        raise ConfigError(
-            f"--host={host}: other machines could reach it; give --token-env NAME, or bind 127.0.0.1"
-        )
-    return token
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host name: its address is not known here
-        return False
 
 
 def _data_file(field: str, path: Path | None) -> None:

@@ -7,7 +7,6 @@ again.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -82,17 +81,6 @@ def test_a_cold_start_replaces_nothing(root: Path, said: Said) -> None:
     )
     assert "is model.path; name another folder" in said(*command, f"cold_start.output={root}/model")
     assert "is not a folder" in said(*command, f"cold_start.output={root}/tasks.jsonl")
-
-
-def test_the_retrievers_address_is_announced_only_when_it_listens(root: Path, said: Said) -> None:
-    assert said("serve-retriever", root / "none").startswith("environment.retrieval.index=")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        message = said("serve-retriever", root / "index", "--port", port)
-    assert message == (
-        f"--host=127.0.0.1 --port={port}: cannot listen on this address (Address already in use); give "
-        "another --port, or a --host of this machine"
-    )
 
 
 def test_a_rollout_with_nothing_left_to_play_is_refused(root: Path, said: Said) -> None:

@@ -45,7 +45,7 @@ def test_help_takes_less_than_half_a_second() -> None:
     # CPU time, which equals wall time on a machine that is not busy with other tests.
     assert after.children_user + after.children_system - before.children_user - before.children_system < 0.5
     assert result.returncode == 0
-    for command in "train replay rollout evaluate cold-start convert serve-retriever plan doctor".split():
+    for command in "train replay rollout evaluate cold-start convert build-index plan doctor".split():
         assert command in result.stdout
 
 
@@ -125,12 +125,6 @@ def test_a_missing_model_gives_one_clear_line_and_nothing_is_written(tmp_path: P
 def test_only_the_first_rank_prints() -> None:
     result = run("train", QUICKSTART, "update.epoch=2", RANK="1", WORLD_SIZE="2")
     assert (result.returncode, result.stderr) == (2, "")
-
-
-def test_a_retriever_that_others_can_reach_is_refused_without_a_token(tmp_path: Path) -> None:
-    result = run("serve-retriever", str(tmp_path), "--host", "0.0.0.0")
-    assert result.returncode == 2
-    assert "--token-env" in result.stderr
 
 
 @pytest.mark.parametrize(("end", "code"), [(DoNotRestart, 93), (CheckpointError, 93), (Requeue, 85)])

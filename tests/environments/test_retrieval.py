@@ -31,10 +31,15 @@ from megatron_stppo.environments.retrieval import (
     read_result,
     words,
 )
-from megatron_stppo.environments.retrieval_server import create_app
 from megatron_stppo.environments.search import factory
 from tests.environments.conftest import CORPUS
 from tests.training.loop.canaries import Canary
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "search_agent" / "serve_retriever.py"
+sys.path.insert(0, str(SCRIPT.parent))
+from serve_retriever import create_app, listener_token, serve  # noqa: E402
+
+del sys.path[0]
 
 TASK = Task("t", (Message("user", "capital of Spain?"),), ("Madrid",), "train", 0)
 ANSWER = json.dumps({"result": [[{"document": {"id": "7", "contents": '"T"\nx'}, "score": 2.5}]]}).encode()
@@ -322,6 +327,42 @@ def test_the_server_refuses_a_wrong_token_a_wrong_request_and_a_large_one(addres
 def test_a_wrong_token_is_detected_before_the_run(address):
     with pytest.raises(ConfigError, match="401"):
         factory(EnvironmentConfig(retrieval=RetrievalConfig(kind="http", url=f"{address}/retrieve")))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_a_loopback_listener_needs_no_token(host: str) -> None:
+    assert listener_token(host, None) is None
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node7"])
+def test_a_listener_that_others_reach_needs_a_token(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="--token-env"):
+        listener_token(host, None)
+    monkeypatch.setenv("RETRIEVER_TOKEN", "secret")
+    assert listener_token(host, "RETRIEVER_TOKEN") == "secret"
+
+
+def test_a_token_variable_that_is_not_set_is_refused() -> None:
+    with pytest.raises(ConfigError, match="SURELY_NOT_SET"):
+        listener_token("127.0.0.1", "SURELY_NOT_SET")
+
+
+def test_the_server_is_refused_without_a_token_that_others_need(tmp_path: Path) -> None:
+    line = [sys.executable, str(SCRIPT), str(tmp_path), "--host", "0.0.0.0"]
+    done = subprocess.run(line, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1) and "--token-env" in done.stderr
+
+
+def test_the_servers_address_is_announced_only_when_it_listens(index, tmp_path, capsys):
+    with pytest.raises(ConfigError, match=r"^environment\.retrieval\.index="):
+        serve(tmp_path / "none")
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError) as raised:
+        serve(index, port=(port := taken.getsockname()[1]))
+    assert str(raised.value) == (
+        f"--host=127.0.0.1 --port={port}: cannot listen on this address (Address already in use); give "
+        "another --port, or a --host of this machine"
+    )
+    assert not capsys.readouterr().err
 
 
 def test_a_corpus_is_indexed_and_a_malformed_row_is_named(tmp_path: Path) -> None:

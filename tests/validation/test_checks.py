@@ -14,7 +14,7 @@ from megatron_stppo.config.file import load
 from megatron_stppo.config.section import enforce
 from megatron_stppo.training.update.own import Own
 from megatron_stppo.validation import passed_on
-from megatron_stppo.validation.checks import _steps, check, listener_token
+from megatron_stppo.validation.checks import _steps, check
 from megatron_stppo.validation.passed_on import (
     DECIDED_MEGATRON,
     DECIDED_VLLM,
@@ -349,24 +349,6 @@ def test_a_reference_has_the_tokens_of_the_policy_and_is_read_only_by_what_build
     )
     with pytest.raises(ConfigError, match="advantage='kl' with kl_in=reward and kl_coefficient=0"):
         load(path, ["algorithm.preset=distil", "algorithm.kl_coefficient=0"])
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
-def test_a_loopback_listener_needs_no_token(host: str) -> None:
-    assert listener_token(host, None) is None
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "node7"])
-def test_a_listener_that_others_reach_needs_a_token(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="--token-env"):
-        listener_token(host, None)
-    monkeypatch.setenv("RETRIEVER_TOKEN", "secret")
-    assert listener_token(host, "RETRIEVER_TOKEN") == "secret"
-
-
-def test_a_token_variable_that_is_not_set_is_refused() -> None:
-    with pytest.raises(ConfigError, match="SURELY_NOT_SET"):
-        listener_token("127.0.0.1", "SURELY_NOT_SET")
 
 
 def test_checks_do_not_touch_the_run_folder(path: Path) -> None:

@@ -204,9 +204,10 @@ def run_command(arguments: tuple[str, ...], ranks: int = 2, python: str = "") ->
 
 @contextmanager
 def retriever(root: Path) -> Iterator[tuple[str, ...]]:
-    """Run `serve-retriever` on the index. Yield the overrides with which a run uses it, with a token."""
+    """Run the retrieval server on the index. Yield the overrides with which a run uses it, with a token."""
     port = free_port()
-    command = [sys.executable, "-m", "megatron_stppo", "serve-retriever", str(root / "index")]
+    script = ROOT / "examples" / "search_agent" / "serve_retriever.py"
+    command = [sys.executable, str(script), str(root / "index")]
     command += ["--port", port, "--token-env", "RETRIEVER_TOKEN"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=ENVIRONMENT) as process:
         try:
