@@ -143,7 +143,7 @@ def test_an_agent_calls_its_tool_and_reads_the_result_in_one_history(
 
 def test_an_environment_of_verifiers_plays_and_its_rubric_gives_the_reward(played: dict[str, Any]) -> None:
     right, wrong = of(played, "verifiers right"), of(played, "verifiers wrong")
-    assert (right.outcome, right.reward, right.histories) == ("ok", 0.5, (0, 0))
+    assert (right.outcome, right.reward, right.histories) == ("wrong", 0.5, (0, 0))
     assert (wrong.outcome, wrong.reward, wrong.detail) == ("wrong", 0.0, "")
     assert right.metrics == {"right": 0.5, "answers": 2.0}
     assert right.read == (QUESTION, f"\n<|im_start|>user\nAre you sure?{OPENING}")
@@ -167,7 +167,7 @@ def test_the_tasks_of_verifiers_become_rows_of_a_data_file(tmp_path: Path) -> No
 
 def test_a_server_of_openenv_plays_and_its_rewards_are_added(played: dict[str, Any]) -> None:
     won, lost = of(played, "openenv won"), of(played, "openenv lost")
-    assert (won.outcome, won.reward, won.metrics) == ("ok", 0.75, {"steps": 2.0})
+    assert (won.outcome, won.reward, won.metrics) == ("wrong", 0.75, {"steps": 2.0})
     assert (lost.outcome, lost.reward, lost.metrics) == ("wrong", -0.75, {"steps": 3.0})
     asked = "<|im_end|>\n<|im_start|>user\nGuess a number of 1 to 9."
     assert won.read == (
