@@ -42,9 +42,8 @@ _ON_DISK = ("train", "replay", "rollout", "evaluate", "cold-start", "serve")
 _FILES = (train, serve, environments, plan, report, check)
 for _file in _FILES:
     app.add_typer(_file.commands)
-app.add_typer(convert.imports)
 app.add_typer(convert.commands, name="convert")
-for _commands in (*(file.commands for file in _FILES), convert.imports, convert.commands):
+for _commands in (*(file.commands for file in _FILES), convert.commands):
     for _command in _commands.registered_commands:
         # Without a short_help the list of commands cuts their first sentence where the line ends.
         _command.short_help = (_command.callback.__doc__ or "").strip()

@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,8 +24,8 @@ from rich.progress import track
 from torch import Tensor
 
 from megatron_stppo.base.errors import Ending
+from megatron_stppo.base.files import scratch_folder
 from megatron_stppo.base.printing import say
-from megatron_stppo.checkpoint.imports import Shown, scratch
 from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, NORM, ModelShape, hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import by_file, finish, write_tensors
 
@@ -43,6 +43,7 @@ OF_LAYER = {
 PROJECTIONS = ("gate", "up", "down")
 NAME = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(\d+))?\.(weight|bias)")
 FREQUENCIES = "rope_freqs.weight"  # gguf_header.py reads it
+Shown = Callable[[Sequence[str]], Iterable[str]]  # what the names of the tensors pass through, a progress bar
 
 
 class Origin(NamedTuple):
@@ -79,7 +80,7 @@ def import_gguf(file: Path, folder: Path, dtype: torch.dtype, shown: Shown = lis
     The folder is renamed into place when it is complete. Returns the model's shape.
     Raises ConfigError for a file that is damaged or not supported, before any weight is decoded.
     """
-    with scratch(folder) as partial:
+    with scratch_folder("FOLDER", folder) as partial:
         header = Header(file)
         fields = header.config() | {"dtype": str(dtype).removeprefix("torch.")}
         (partial / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

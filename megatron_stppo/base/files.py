@@ -78,6 +78,16 @@ def make_scratch(field: str, folder: Path) -> Path:
     return scratch_of(folder)
 
 
+@contextmanager
+def scratch_folder(field: str, folder: Path) -> Iterator[Path]:
+    """Yield make_scratch(field, folder), which is removed if the block does not rename it."""
+    partial = make_scratch(field, folder)
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def check_empty(field: str, folder: Path) -> None:
     """Raise ConfigError if `folder`, which a command is to fill, contains anything."""
     if folder.exists() and any(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""The commands `convert to-hf`, `convert to-peft`, `convert to-megatron`, `import-mxfp4`."""
+"""The commands `convert to-hf`, `convert to-peft` and `convert to-megatron`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import typer
 
 from megatron_stppo.base.files import check_absent, check_empty
 from megatron_stppo.commands.open_run import File, Overrides, command_group, examples, importing, open_config
-from megatron_stppo.observe.console import say
 
 if TYPE_CHECKING:
     from megatron_stppo.config import Config
@@ -83,25 +82,3 @@ def _open(config: Path, checkpoint: str, output: Path, overrides: list[str] | No
     run_folder.check_step(settings, settings.run.folder, "checkpoint", checkpoint)
     check_absent("output", output)
     return settings
-
-
-imports = command_group()
-
-
-@imports.command(
-    "import-mxfp4",
-    epilog=examples("megatron-stppo import-mxfp4 downloads/gpt-oss-20b models/gpt-oss-20b"),
-)
-def import_mxfp4(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="folder of a model in MXFP4", show_default=False)
-    ],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="new folder to write", show_default=False)],
-) -> None:
-    """Write weights that are published in MXFP4 in bfloat16, as a folder which model.path accepts."""
-    from rich.progress import track
-
-    from megatron_stppo.checkpoint import imports
-
-    shape = imports.import_mxfp4(source, folder, lambda names: track(names, "decoding"))
-    say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, bfloat16")

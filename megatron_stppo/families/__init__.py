@@ -12,6 +12,5 @@ configuration is checked before that. What needs torch is named by the class and
 A technique, such as experts, partly rotated heads or recurrent layers, is what the rest of the package may
 know and ask for. What only the families of one folder use is in that folder, also if it has a name of its
 own: gated delta nets, attention sinks, YaRN. When a second folder needs it, it moves to model/ or to
-weights/sharding/, under the name of the technique. File formats that several families could have are no part
-of a family: MXFP4.
+weights/sharding/, under the name of the technique.
 """

@@ -126,7 +126,7 @@ class GptOss(ModelShape):
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
-    quantised = "mxfp4"
+    importers: ClassVar[Mapping[str, str]] = {"mxfp4": "examples/gpt-oss-20b/import_mxfp4.py"}
     missing: ClassVar[Mapping[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 64,

@@ -145,15 +145,15 @@ def experts_field(folder: Path, raw: Mapping[str, Any]) -> str:
     return first if raw.get(first) is not None else second
 
 
-def check_quantised(folder: Path, raw: Mapping[str, Any], importable: str) -> None:
-    """Raise ConfigError for quantised weights. importable: the method for which there is a command."""
+def check_quantised(folder: Path, raw: Mapping[str, Any], importers: Mapping[str, str]) -> None:
+    """Raise ConfigError for quantised weights. importers: {method: script that decodes them}."""
     quantised = raw.get("quantization_config") or raw.get("compression_config")
     if not quantised:
         return
     method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
     remedy = "use the model's folder in bfloat16, or dequantise it"
-    if importable and method == importable:
-        remedy = f"write them in bfloat16 with: megatron-stppo import-{method} {folder} FOLDER"
+    if script := importers.get(str(method)):
+        remedy = f"write them in bfloat16 with: python {script} {folder} FOLDER"
     raise ConfigError(
         f"{folder}: quantization_config.quant_method={method!r} is not supported, the weights would be "
         f"read without their scales; {remedy}"

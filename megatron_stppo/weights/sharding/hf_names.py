@@ -59,7 +59,7 @@ class ModelShape:
     model_type: ClassVar[str] = ""
     architecture: ClassVar[str] = ""  # the class of transformers, and of vLLM
     with_images: ClassVar[str] = ""  # model_type of models with images whose text part is of this family
-    quantised: ClassVar[str] = ""  # quant_method of published folders that a command can import
+    importers: ClassVar[Mapping[str, str]] = NONE  # {quant_method of published folders: script for them}
     missing: ClassVar[Mapping[str, Any]] = NONE  # values of missing fields, instead of those in MISSING
     fixed: ClassVar[Mapping[str, Any]] = NONE  # only supported values of fields, beside those in PLAIN
     unchecked: ClassVar[frozenset[str]] = frozenset()  # fields in PLAIN that may have any value
@@ -205,7 +205,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{folder}: model_type={name!r} is not supported; choose one of {sorted(families())}"
         )
-    hf_fields.check_quantised(folder, raw, family.quantised)
+    hf_fields.check_quantised(folder, raw, family.importers)
     hf_fields.check_plain(folder, raw, family.fixed, family.unchecked)
     return hf_fields.MISSING | dict(family.missing) | raw
 

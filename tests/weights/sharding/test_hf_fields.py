@@ -135,11 +135,7 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, **SCALING}
         ("mixtral", {"sliding_window": 8, "use_sliding_window": False}, "sliding_window=8 is not supported"),
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "use a checkpoint with only 'full_attention'"),
         ("llama", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported"),
-        (
-            "gpt_oss",
-            {"quantization_config": {"quant_method": "mxfp4"}},
-            "write them in bfloat16 with: megatron-stppo import-mxfp4 .* FOLDER",
-        ),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "python .*import_mxfp4.py .* FOLDER"),
         ("gpt_oss", {"attention_bias": False}, "use a checkpoint with attention_bias=True"),
         ("gpt_oss", {"swiglu_limit": 6.0}, "use a checkpoint with swiglu_limit=7.0"),
         ("gpt_oss", {"tie_word_embeddings": True}, "use a checkpoint with tie_word_embeddings=False"),
@@ -153,11 +149,7 @@ SCALED = {"rope_type": "llama3", "factor": 8.0, **SCALING}
         ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', not true or false"),
         ("llama", {"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, not above 0"),
         ("qwen3_moe", {"num_local_experts": 8}, "has num_experts=4 and num_local_experts=8; remove one"),
-        (
-            "llama",
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quantization_config.quant_method='fp8' is not supported",
-        ),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quant_method='fp8' is not supported"),
     ],
 )
 def test_a_field_that_changes_the_computation_is_refused(

@@ -1,8 +1,10 @@
-"""`import-mxfp4`: the weights are those that transformers decodes, bit for bit."""
+"""The weights of examples/gpt-oss-20b/import_mxfp4.py are those that transformers decodes, bit for bit."""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from megatron_stppo.checkpoint.imports import decoded, import_mxfp4
 from megatron_stppo.config import ConfigError
 from megatron_stppo.validation.model_folder import check_weights
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
 from tests.families.gpt_oss.test_description import FIELDS
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt-oss-20b"))
+from import_mxfp4 import decoded, import_mxfp4, main
+
+del sys.path[0]
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 3}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}, "torch_dtype": "float32"}
@@ -42,11 +48,12 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
     return given
 
 
-def test_experts_are_decoded_and_all_else_is_copied(tmp_path: Path) -> None:
+def test_experts_are_decoded_and_all_else_is_copied(tmp_path: Path, capsys: Any) -> None:
     given = write(tmp_path / "old")
-    with pytest.raises(ConfigError, match=r"import-mxfp4 .*old FOLDER"):
+    with pytest.raises(ConfigError, match=r"import_mxfp4.py .*old FOLDER"):
         read_shape(tmp_path / "old")
-    import_mxfp4(tmp_path / "old", tmp_path / "new")
+    assert main([str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert re.search(r"wrote .*/new: gpt_oss, 1 layers, \d+ tokens, bfloat16", capsys.readouterr().err)
     check_weights("model.path", tmp_path / "new", read_shape(tmp_path / "new"))
     found = load_file(tmp_path / "new" / "model.safetensors")
     for name in ("gate_up_proj", "down_proj"):
@@ -74,12 +81,12 @@ def test_the_first_number_of_a_byte_is_in_its_low_bits() -> None:
         ({"hidden_size": 64}, "has shape .* its config.json gives"),
     ],
 )
-def test_another_folder_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_another_folder_is_refused(tmp_path: Path, changes: Any, message: str, capsys: Any) -> None:
     write(tmp_path / "old")
     path = tmp_path / "old" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    with pytest.raises(ConfigError, match=message):
-        import_mxfp4(tmp_path / "old", tmp_path / "new")
+    assert main([str(tmp_path / "old"), str(tmp_path / "new")]) == 2
+    assert re.search(rf"^megatron-stppo: {tmp_path}/old: .*{message}", capsys.readouterr().err)
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
 
@@ -92,9 +99,7 @@ def test_another_folder_is_refused(tmp_path: Path, changes: dict[str, Any], mess
         ("down_proj_bias", None, "no file has the tensor"),
     ],
 )
-def test_damaged_tensors_are_refused_with_their_folder(
-    tmp_path: Path, name: str, changed: torch.Tensor | None, message: str
-) -> None:
+def test_damaged_tensors_are_refused(tmp_path: Path, name: str, changed: Any, message: str) -> None:
     given = write(tmp_path / "old")
     key = f"model.layers.0.mlp.experts.{name}"
     left = {other: x for other, x in given.items() if other != key}

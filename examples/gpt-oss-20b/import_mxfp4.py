@@ -1,6 +1,8 @@
-"""The command `import-mxfp4`: write a Hugging Face folder in a type that can be trained.
+"""Write weights that are published in MXFP4 in bfloat16, as a folder which model.path accepts.
 
-It holds the weights of one file of the new folder in memory at once.
+    python examples/gpt-oss-20b/import_mxfp4.py SOURCE FOLDER
+
+The weights of one file of the new folder are in memory at once.
 
 In MXFP4 (Open Compute Project, "Microscaling Formats", version 1.0) 32 numbers of a row share one scale, a
 power of two. A number has 4 bits: a sign, two bits of the exponent and one of the mantissa.
@@ -8,20 +10,23 @@ power of two. A number has 4 bits: a sign, two bits of the exponent and one of t
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from rich.progress import track
 from safetensors import safe_open
 from torch import Tensor
 
-from megatron_stppo.base.files import make_scratch
-from megatron_stppo.config import ConfigError
+from megatron_stppo.base.errors import ConfigError, Ending
+from megatron_stppo.base.files import scratch_folder
+from megatron_stppo.base.printing import say
 from megatron_stppo.weights.sharding.hf_files import in_files
-from megatron_stppo.weights.sharding.hf_names import ModelShape, families, hf_shapes, read_shape
+from megatron_stppo.weights.sharding.hf_names import ModelShape, hf_shapes, read_shape
 from megatron_stppo.weights.sharding.hf_write import by_file, finish, stacks, write_tensors
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits; the fourth is the sign
@@ -30,14 +35,19 @@ QUANTISED = ("_blocks", "_scales")
 Shown = Callable[[Sequence[str]], Iterable[str]]  # what the names of the tensors pass through, a progress bar
 
 
-@contextmanager
-def scratch(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder beside the new `folder`, which is removed if the block does not rename it."""
-    partial = make_scratch("FOLDER", folder)
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder of a model in MXFP4")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="new folder to write")
+    arguments = parser.parse_args(argv)
+    folder = arguments.folder
     try:
-        yield partial
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shape = import_mxfp4(arguments.source, folder, lambda names: track(names, "decoding"))
+    except Ending as error:
+        say(str(error))
+        return error.exit_code
+    say(f"wrote {folder}: {shape.family}, {shape.layers} layers, {shape.vocab} tokens, bfloat16")
+    return 0
 
 
 def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
@@ -46,7 +56,7 @@ def import_mxfp4(source: Path, folder: Path, shown: Shown = list) -> ModelShape:
     The folder is renamed into place when it is complete. Returns the model's shape.
     Raises ConfigError if `source` is no such model, or a tensor is missing or has another shape.
     """
-    with scratch(folder) as partial:
+    with scratch_folder("FOLDER", folder) as partial:
         shape = _without_weights(source, partial)
         shapes, paths = hf_shapes(shape), {entry.key: entry.path for entry in in_files(source)}
         files = by_file(shape, shapes, torch.bfloat16)
@@ -76,11 +86,10 @@ def _without_weights(source: Path, partial: Path) -> ModelShape:
             f"{source}: config.json with quantization_config.quant_method=mxfp4 is needed ({error!r}); give "
             "the folder of the published model"
         ) from None
-    published = [name for name, family in families().items() if family.quantised == "mxfp4"]
-    if method != "mxfp4" or fields.get("model_type") not in published:
+    if method != "mxfp4" or fields.get("model_type") != "gpt_oss":
         raise ConfigError(
             f"{source}: model_type={fields.get('model_type')!r} with quant_method={method!r} is not "
-            f"supported; give a folder of {' or '.join(published)} in mxfp4"
+            f"supported; give a folder of gpt_oss in mxfp4"
         )
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and ".safetensors" not in path.name:
@@ -127,3 +136,7 @@ def decoded(blocks: Tensor, scales: Tensor) -> Tensor:
     codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     exponents = scales.to(torch.int32)[..., None] - BIAS
     return torch.ldexp(table[codes.int()], exponents).flatten(-2).to(torch.bfloat16)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
