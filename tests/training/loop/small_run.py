@@ -215,12 +215,8 @@ def retriever(root: Path) -> Iterator[tuple[str, ...]]:
             while not _answers(port):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
-            given = {
-                "kind": "http",
-                "url": f"http://127.0.0.1:{port}/retrieve",
-                "token_env": "RETRIEVER_TOKEN",
-            }
-            yield tuple(f"environment.retrieval.{field}={value}" for field, value in given.items())
+            values = ("kind=http", f"url=http://127.0.0.1:{port}/retrieve", "token_env=RETRIEVER_TOKEN")
+            yield tuple(f"environment.retrieval.{value}" for value in values)
         finally:
             process.terminate()
 
