@@ -42,8 +42,8 @@ COMMANDS = """# Commands
 `python -m megatron_stppo` is the same program. CONFIG.yaml is a [configuration](configuration.md), RUN_DIR
 the folder of a run; `section.field=value` overrides a field of either. Commands with an environment have
 `--modules FOLDER`, for the modules that fields name. `train`, `replay`, `rollout`, `evaluate`, `cold-start`,
-`serve`, `convert`, `verify`, `check-layouts`, `audit`, `audit-tokens` and `doctor --cluster` run as one
-process, or as one per device under torchrun or srun.
+`serve`, `convert`, `verify`, `check-layouts`, `audit` and `audit-tokens` run as one process,
+or as one per device under torchrun or srun.
 [cluster.md](cluster.md#exit-codes) has the exit codes.
 
 `python tools/write_reference.py` writes this page from the commands' `--help`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -119,51 +118,12 @@ def check_layouts(
     raise typer.Exit(int(check(settings, output) > 0))
 
 
-@commands.command(
-    epilog=examples(
-        "megatron-stppo doctor",
-        "torchrun --standalone --nproc-per-node 8 -m megatron_stppo doctor --cluster",
-        "sbatch --nodes=8 examples/slurm/preflight.sbatch --limit min_bandwidth_node=300",
-    )
-)
-def doctor(
-    cluster: Annotated[
-        bool,
-        typer.Option(
-            "--cluster",
-            help="check the nodes of a job: GPUs, versions, network, run folder; exit 2 if a check fails",
-        ),
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="--cluster: folder in which runs write")] = Path("runs"),
-    output: Annotated[Path | None, typer.Option(help="--cluster: JSON file for all measurements")] = None,
-    limit: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="--cluster: change a limit of docs/cluster.md; may be repeated"
-        ),
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=1, help="--cluster: longest time of one measurement, and of the start")
-    ] = 300,
-    size: Annotated[
-        int, typer.Option(min=1, help="--cluster: MiB that every node writes to the folder and reads back")
-    ] = 1024,
-) -> None:
+@commands.command(epilog=examples("megatron-stppo doctor"))
+def doctor() -> None:
     """List what is installed and what is missing, and why it matters; exit 1 if the quickstart cannot run."""
-    if not cluster:
-        from megatron_stppo.cluster.launch import doctor as report
+    from megatron_stppo.cluster.launch import doctor as report
 
-        raise typer.Exit(report.doctor())
-    from megatron_stppo.cluster.preflight import limits
-
-    limits_of_check = limits.read(limit or ())
-    process.discover()
-    process.set_ranks()
-    from megatron_stppo.cluster.preflight.check import Settings, check
-
-    code = check(Settings(folder, limits_of_check, seconds, size * 2**20, output))
-    sys.stdout.flush()
-    os._exit(code)
+    raise typer.Exit(report.doctor())
 
 
 @commands.command(

@@ -64,7 +64,7 @@ def test_help_gives_every_command_a_whole_sentence_and_an_example() -> None:
     group: Any = typer.main.get_command(command_line.app)
     for name, command in group.commands.items() | group.commands["convert"].commands.items():
         if name != "convert" and not command.hidden:  # convert is a group of commands
-            assert re.search(rf"megatron[-_]stppo (convert )?{name} ", command.epilog), name
+            assert re.search(rf"megatron[-_]stppo (convert )?{name}\b", command.epilog), name
 
 
 def test_every_command_with_an_environment_finds_modules_in_a_folder_that_is_given(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from examples.slurm.preflight import limits
+from examples.slurm.preflight.check import Settings, check
+from examples.slurm.preflight.judge import ANSWERS
 from megatron_stppo.cluster.launch.process import free_port
-from megatron_stppo.cluster.preflight import limits
-from megatron_stppo.cluster.preflight.check import Settings, check
-from megatron_stppo.cluster.preflight.judge import ANSWERS
 from tests.ranks import run_ranks
 
 EASY = (
@@ -104,7 +104,7 @@ def test_healthy_ranks_pass_with_a_number_for_every_bandwidth_and_leave_no_file(
     for name in ("run folder is shared", "version of torch"):
         assert found.rows[name]["verdict"] == "pass"
     assert not list((tmp_path / "runs").iterdir())
-    assert found.printed[0].startswith("megatron-stppo doctor --cluster") and found.printed[1:] == [""] * 3
+    assert found.printed[0].startswith("preflight") and found.printed[1:] == [""] * 3
     assert found.written["passed"] and list(found.written["ranks"]) == ["0", "1", "2", "3"]
     assert groups(found.written["ranks"]["3"]) == {"b", "a + b"}
 
@@ -152,7 +152,7 @@ def test_a_rank_that_cannot_join_the_network_is_named_and_the_others_end(tmp_pat
 
 
 def test_a_wrong_limit_ends_with_one_line() -> None:
-    command = [sys.executable, "-m", "megatron_stppo", "doctor", "--cluster", "--limit", "min_compte=1"]
+    command = [sys.executable, "-m", "examples.slurm.preflight", "--limit", "min_compte=1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "did you mean min_compute?" in done.stderr

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.cluster.preflight import measure
-from megatron_stppo.cluster.preflight.exchange import Board, RankReport
+from examples.slurm.preflight import measure
+from examples.slurm.preflight.exchange import Board, RankReport
 
 
 def test_a_rank_that_publishes_nothing_is_missing_after_the_deadline() -> None:
@@ -32,7 +32,7 @@ def test_all_ranks_get_what_the_first_one_announces_or_an_error(monkeypatch: pyt
     store = dist.HashStore()
     assert Board(store, 0, 2, 0.3).announce("code", 2, int) == 2
     assert Board(store, 1, 2, 0.3).announce("code", 0, int) == 2
-    monkeypatch.setattr("megatron_stppo.cluster.preflight.exchange.GRACE", 0.1)
+    monkeypatch.setattr("examples.slurm.preflight.exchange.GRACE", 0.1)
     with pytest.raises(TimeoutError, match=r"rank 1: the first rank did not answer \(never\)"):
         Board(store, 1, 2, 0.1).announce("never", 0, int)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_stppo.cluster.preflight import limits
-from megatron_stppo.cluster.preflight.check import show
-from megatron_stppo.cluster.preflight.exchange import RankReport
-from megatron_stppo.cluster.preflight.judge import ANSWERS, CheckRow, judge, worst_of
+from examples.slurm.preflight import limits
+from examples.slurm.preflight.check import show
+from examples.slurm.preflight.exchange import RankReport
+from examples.slurm.preflight.judge import ANSWERS, CheckRow, judge, worst_of
 from megatron_stppo.config import ConfigError
 
 NODES = ("a", "a", "b", "b")  # of ranks 0 to 3

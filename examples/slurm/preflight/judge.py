@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
+from examples.slurm.preflight.exchange import RankReport
+from examples.slurm.preflight.limits import ALL, LIMITS, NODE, PAIR, Limit
 from megatron_stppo.cluster.launch.rendezvous import files_needed
-from megatron_stppo.cluster.preflight.exchange import RankReport
-from megatron_stppo.cluster.preflight.limits import ALL, LIMITS, NODE, PAIR, Limit
 
 GPU_ONLY = (NODE, PAIR, ALL)  # a number that gloo measured is shown, but has no limit
 ANSWERS = "ranks answer, without a fault"

