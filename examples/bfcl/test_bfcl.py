@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import bfcl
+import bfcl_tools
+import make_data
 import pytest
 import yaml
 
@@ -25,12 +28,7 @@ from megatron_stppo.environments.base import StepResult
 from tests.environments.playing import played
 from tests.training.loop import small_run
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "bfcl"))
-import bfcl
-import bfcl_tools
-import make_data
-
-del sys.path[0]
+sys.path.remove(str(Path(__file__).parent))  # where pytest put it: other tests must not see its modules
 
 pytest.importorskip("bfcl_eval", reason="needs megatron-stppo[bfcl]")
 EXAMPLE = Path(bfcl.__file__).parent
