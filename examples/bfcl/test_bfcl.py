@@ -337,7 +337,7 @@ def test_a_tiny_model_trains_for_an_iteration(
     tmp_path: Path, rows: dict[str, Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A random model makes no calls. So turns that cannot be done pass, and all others do not."""
-    config = yaml.safe_load(small_run.write(tmp_path).read_text())
+    config = yaml.safe_load(small_run.write(tmp_path).read_text(encoding="utf-8"))
     short = [copy.deepcopy(rows[f"multi_turn_base_{number}"]) for number in range(4)]
     for number, row in enumerate(short):  # its context has 256 tokens
         row["prompt"] = [{"role": "user", "content": "Go."}]
@@ -345,16 +345,16 @@ def test_a_tiny_model_trains_for_an_iteration(
         given[0] |= {"calls": []}
         given[1] |= {"user": "And now?", "calls": given[1]["calls"] if number % 2 else []}
         row["extra_info"]["bfcl"]["turns"] = given
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short))
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in short), encoding="utf-8")
     config["environment"] = {"kind": "bfcl:factory", "max_turns": 4, "max_observation_tokens": 24}
     config["data"].pop("evaluate")
     config["run"] |= {"iterations": 1, "checkpoint_every": 1}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     monkeypatch.setitem(small_run.ENVIRONMENT, "PYTHONPATH", f"{small_run.ROOT}:{EXAMPLE}")
     done = small_run.run("train", tmp_path / "config.yaml")
     assert done.returncode == 0, done.stderr[-3000:]
     path = tmp_path / "runs" / "small" / "trajectories" / "iteration-00001.jsonl"
-    played = [json.loads(line) for line in path.read_text().splitlines()]
+    played = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     ends = {
         row["targets"][0]: (row["outcome"], row["reward"], row["detail"], len(row["turns"])) for row in played
     }
