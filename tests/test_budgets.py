@@ -32,11 +32,11 @@ def words(paths: Iterable[Path]) -> int:
 @pytest.mark.parametrize(
     ("what", "size", "budget"),
     [
-        ("lines of the package", lines(PACKAGE), 47_024),
+        ("lines of the package", lines(PACKAGE), 47_025),
         ("files of the package", len(PACKAGE), 323),
         ("lines of tools/", lines(TOOLS), 6_547),
         ("lines of tests/", lines(TESTS), 50_635),
-        ("words of README, CONTRIBUTING, SECURITY and docs/", words(PAGES), 40_354),
+        ("words of README, CONTRIBUTING, SECURITY and docs/", words(PAGES), 40_356),
         ("words of the README", words(README), 897),
     ],
 )
