@@ -10,7 +10,7 @@
 IMAGE=${IMAGE:-}   # a squashfs file that every node can read, or REGISTRY#NAME:TAG; empty: no container
 MOUNTS=${MOUNTS:-} # more folders for the image, such as /models:/models,/data:/data; keep their paths
 ROOT=${ROOT:-runs} # on a file system shared by all nodes
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # for the small tensors of a rank on a GPU, threads cost more than they gain
 # Compiled code is kept beside the runs. The home folder of an image ends with the attempt, and the next one would
 # compile again, for minutes. The real path, because that is mounted into an image.
 caches=$(realpath -m "$ROOT")/.cache

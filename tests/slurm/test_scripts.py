@@ -176,6 +176,14 @@ def test_compiled_code_is_kept_beside_the_runs_unless_another_folder_is_given(
     }
 
 
+def test_a_rank_has_one_thread_unless_the_user_says_otherwise() -> None:
+    command = ["bash", "-c", "source examples/slurm/settings.sh && env"]
+    for given, threads in (({}, "1"), ({"OMP_NUM_THREADS": "4"}, "4")):
+        environment = {"PATH": os.environ["PATH"]} | given
+        done = subprocess.run(command, cwd=cluster.ROOT, env=environment, capture_output=True, text=True)
+        assert f"OMP_NUM_THREADS={threads}" in done.stdout.splitlines()
+
+
 def test_the_image_has_the_python_that_the_scripts_start_in_it() -> None:
     settings = (cluster.SCRIPTS / "settings.sh").read_text()
     python = re.findall(r"PYTHON:-(/\S+)}", settings)
