@@ -1,10 +1,14 @@
-"""The environment variable CUDA_DEVICE_MAX_CONNECTIONS, which CUDA reads once, when it is initialised.
+"""The environment variables CUDA_DEVICE_MAX_CONNECTIONS and NCCL_NVLS_ENABLE, which CUDA and NCCL read once,
+when CUDA is initialised and when the first communicator is made.
 
 megatron starts a collective of the tensor parallel ranks and then a matrix product that runs beside it ("we
 rely on CUDA_DEVICE_MAX_CONNECTIONS=1" in megatron/core/tensor_parallel/layers.py 0.16.1). With 1, a GPU
 before Blackwell begins with the kernel that was started first, the collective. With more, the product may
 begin first and occupy the GPU until it ends, and the collective is not hidden behind it. Megatron-LM requires
 1 for tensor and context parallelism on these GPUs, no longer on Blackwell (megatron/training/arguments.py).
+
+With NVLS, switches of NVLink add up what the GPUs of a node send. Equal numbers may then have another sum in
+the next call (NVIDIA/nccl, issue 1497), so that scoring and update would compute different log-probs.
 This module imports neither torch nor megatron.
 """
 
@@ -12,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_stppo.config import ParallelConfig
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"
+NVLS = "NCCL_NVLS_ENABLE"
 BLACKWELL = 10  # major number of its compute capability
 
 
@@ -60,3 +65,17 @@ def keep_order(
         f"{NAME}={value}: with {' and '.join(split)} collectives may wait for matrix products instead of "
         f"running beside them; unset it, or set it to 1"
     )
+
+
+def keep_sums(environment: MutableMapping[str, str], parallel: ParallelConfig) -> None:
+    """Set NCCL_NVLS_ENABLE to 0 if tensor parallel ranks add up what they computed. A set value is kept.
+
+    Call it on a GPU, before the first communicator of NCCL is made.
+    """
+    if parallel.tensor > 1:
+        environment.setdefault(NVLS, "0")
+
+
+def sums_vary(environment: Mapping[str, str], parallel: ParallelConfig) -> bool:
+    """Return whether equal inputs of tensor parallel ranks may have other sums in another call, on a GPU."""
+    return parallel.tensor > 1 and environment.get(NVLS) != "0"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.base.printing import Printable, say
-from megatron_stppo.cluster.launch import slurm
+from megatron_stppo.cluster.launch import connections, slurm
 from megatron_stppo.cluster.preemption import ends_at_sigterm
 
 if TYPE_CHECKING:
@@ -189,6 +189,8 @@ def start(config: Config, is_alone: bool = True) -> MeshRank:
     from megatron_stppo.parallel import groups
 
     check(config)
+    if _has_gpu():
+        connections.keep_sums(os.environ, config.parallel)
     join(config.timeout, is_alone, config.serving.replicas or 0, config.engine_tensor)
     with ends_at_sigterm():
         mesh = groups.initialize(config.parallel, config.timeout)
@@ -251,6 +253,7 @@ def _opening(config: Config, mesh: MeshRank) -> str:
         f"prefixes not shared ({obstacle})" if obstacle else "prefixes shared",
         f"ops in {'csrc' if extension.serves(torch.device('cuda' if gpu else 'cpu')) else 'plain torch'}",
         *([fusions.summary(_place(config), config.megatron)] if gpu else []),
+        *([f"{connections.NVLS}={os.environ[connections.NVLS]}"] if connections.NVLS in os.environ else []),
         *(f"without {name}: {cost}" for name, cost in doctor.missing() if gpu),
     ]
     return "; ".join(parts)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from megatron_stppo.base.types import UpdatedBatch
+from megatron_stppo.cluster.launch import connections
+from megatron_stppo.config import ParallelConfig
 from megatron_stppo.evidence.bench.stage import Checked, Stage, judged
 from megatron_stppo.training.stages import score
 from megatron_stppo.training.update.actor_step import actor_step
@@ -35,6 +38,15 @@ def first_ratio(stage: Stage) -> Iterator[Checked]:
         FIRST,
         largest == 0,
         f"{tokens:,} tokens, largest difference of a log-prob {largest:.2g} (0 allowed)",
+        suspects(config.parallel),
+    )
+
+
+def suspects(parallel: ParallelConfig) -> str:
+    """Return the settings to look at if scoring and update differ."""
+    if torch.cuda.is_available() and connections.sums_vary(os.environ, parallel):
+        return f"{connections.NVLS}: with NVLS, sums of tensor parallel ranks change between calls; set 0"
+    return (
         "update.tokens_per_microbatch, model.layers, megatron: scoring and update compute different "
-        "log-probs; remove what differs, or is random, in training only",
+        "log-probs; remove what differs, or is random, in training only"
     )
