@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from import_mxfp4 import decoded, import_mxfp4, main
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -17,11 +17,6 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.validation.model_folder import check_weights
 from megatron_stppo.weights.sharding.hf_names import hf_shapes, read_shape
 from tests.families.gpt_oss.test_description import FIELDS
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "gpt-oss-20b"))
-from import_mxfp4 import decoded, import_mxfp4, main
-
-del sys.path[0]
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_local_experts": 3}
 MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}, "torch_dtype": "float32"}

@@ -21,14 +21,14 @@ from megatron_stppo.environments.base import StepResult
 from tests.environments.playing import played
 
 package = pytest.importorskip("reasoning_gym", reason="needs megatron-stppo[reasoning-gym]")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "reasoning_gym"
-sys.path[:0] = [str(EXAMPLE.parent / "quickstart"), str(EXAMPLE)]
+EXAMPLE = Path(__file__).parent
+sys.path.insert(0, str(EXAMPLE.parent / "quickstart"))
 import build_sums  # noqa: E402
 import gym_tasks  # noqa: E402
 import sums  # noqa: E402
 from gym_tasks import RETRY, task_rows  # noqa: E402
 
-del sys.path[:2]
+del sys.path[0]
 SECTION = EnvironmentConfig(kind="gym_tasks:factory", max_turns=2).beside(EXAMPLE)
 
 

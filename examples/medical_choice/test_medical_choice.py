@@ -14,15 +14,14 @@ from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.data.tasks import read
 from megatron_stppo.environments.search import factory
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "quickstart"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "medical_choice"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
 import build_choice
 import entries
 import extract
 
-del sys.path[:2]
+del sys.path[0]
 
-EXAMPLE = Path(entries.__file__).parent
+EXAMPLE = Path(__file__).parent
 PARTS = ("train", "evaluate")
 
 

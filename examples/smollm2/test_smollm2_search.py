@@ -6,24 +6,19 @@ import asyncio
 import itertools
 import random
 import re
-import sys
 from pathlib import Path
 
+import build_search
+import chains
 import pytest
+import relations
+import searcher
 
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.data.demonstrations import Row, validated
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.environments.retrieval import BM25Retriever
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "smollm2"))
-import build_search
-import chains
-import relations
-import searcher
-
-del sys.path[0]
 
 Chain = tuple[chains.Hop, ...]
 ASKED = {"train": ("train",), "evaluate": ("train", "evaluate"), "cold_start": ("cold_start",)}

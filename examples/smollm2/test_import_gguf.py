@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFValueType
+from import_gguf import import_gguf, main
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.weights.sharding.hf_names import read_shape
-from tests.data import gguf_files
 from tests.rollout.vllm.tiny import build_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "smollm2"))
-from import_gguf import import_gguf, main
-
-del sys.path[0]
 
 
 def made(root: Path, name: str, **given: Any) -> tuple[Path, dict[str, torch.Tensor]]:

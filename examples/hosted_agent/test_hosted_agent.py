@@ -8,22 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import build_hosted
 import pytest
 from transformers import AutoTokenizer
 
 from megatron_stppo.data.demonstrations import read
 from megatron_stppo.data.tasks import read as read_tasks
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "hosted_agent"
+EXAMPLE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hosted")
-    sys.path.insert(0, str(EXAMPLE))
-    import build_hosted
-
-    sys.path.remove(str(EXAMPLE))
     build_hosted.main(["--output", str(folder), "--tokens", "8000"])
     return folder
 

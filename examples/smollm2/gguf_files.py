@@ -65,7 +65,7 @@ def model(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     kind, _, special = FAMILIES[name]
     fields = SIZES | special | {"model_type": kind}
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     generator = torch.Generator().manual_seed(0)
     shapes = hf_shapes(read_shape(folder))
     return fields, {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}

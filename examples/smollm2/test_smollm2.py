@@ -12,29 +12,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import build_problems
+import build_reasoned
+import build_search
+import calculator
+import gguf_files
+import pretrained
+import problems
 import pytest
 import torch
+from import_gguf import import_gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.data.demonstrations import Row, validated
 from megatron_stppo.environments.base import StepResult
-from tests.data import gguf_files
 from tests.training.loop import small_run
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "smollm2"))
-import build_problems
-import build_reasoned
-import build_search
-import calculator
-import pretrained
-import problems
-from import_gguf import import_gguf
-
-del sys.path[0]
-
-EXAMPLE = Path(problems.__file__).parent
+EXAMPLE = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
