@@ -24,7 +24,7 @@ OURS = ("megatron_stppo", "tools", "examples", "setup.py")
 ALLOWED = {
     "megatron_stppo/__init__.py": "a computed import",
     "megatron_stppo/agents/endpoint/environment.py": "the encoding of the locale",  # of a session, not a file
-    "megatron_stppo/agents/packages/command.py": "a computed import",  # of environment.command's module
+    "megatron_stppo/agents/command.py": "a computed import",  # of environment.command's module
     "megatron_stppo/config/user_code.py": "a computed import",
     "megatron_stppo/environments/choose.py": "a computed import",
     "megatron_stppo/cluster/launch/doctor.py": "a computed import",

@@ -2,7 +2,7 @@
 
 PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent \
     environment.tool_parser=hermes 'environment.command=[.venv-agents/bin/python,
-    -m, megatron_stppo.agents.packages.command, "anthropic_sdk:agent"]'
+    -m, megatron_stppo.agents.command, "anthropic_sdk:agent"]'
 """
 
 from typing import Any

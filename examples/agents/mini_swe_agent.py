@@ -2,7 +2,7 @@
 
 PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent \
     environment.tool_parser=hermes 'environment.command=[.venv-agents/bin/python,
-    -m, megatron_stppo.agents.packages.command, "mini_swe_agent:agent"]'
+    -m, megatron_stppo.agents.command, "mini_swe_agent:agent"]'
 
 A turn without a call is left out of the conversation by this package, so a new history begins after it.
 """

@@ -2,7 +2,7 @@
 
 PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent \
     'environment.command=[.venv-openenv/bin/python,
-    -m, megatron_stppo.agents.packages.command, "openenv_agent:agent"]'
+    -m, megatron_stppo.agents.command, "openenv_agent:agent"]'
 
 A row of the data names the server and the fields in extra_info: {"openenv": {"url": "http://127.0.0.1:8000",
 "action": "message", "observation": "text", "reset": {}}}. The text of the policy goes into the field `action`

@@ -2,7 +2,7 @@
 
 PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent \
     environment.tool_parser=hermes 'environment.command=[.venv-openhands/bin/python,
-    -m, megatron_stppo.agents.packages.command, "openhands_sdk:agent"]'
+    -m, megatron_stppo.agents.command, "openhands_sdk:agent"]'
 
 The commands are the policy's, and OpenHands runs them without a sandbox: put one before
 .venv-openhands/bin/python (docs/agents.md).

@@ -2,7 +2,7 @@
 
 PYTHONPATH=.:examples/agents megatron-stppo train CONFIG environment.kind=agent \
     'environment.command=[.venv-verifiers/bin/python,
-    -m, megatron_stppo.agents.packages.command, "verifiers_agent:agent"]'
+    -m, megatron_stppo.agents.command, "verifiers_agent:agent"]'
 
 A row of the data names the environment and the task in extra_info:
 {"verifiers": {"env": {"taskset": {"id": "NAME"}, ..}, "task": 3}}. `env` is the section of the package's

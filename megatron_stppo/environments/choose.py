@@ -16,8 +16,9 @@ from megatron_stppo.environments.base import Environment, ToolAway
 
 AGENT = "agent"  # its environment needs the engine's process: agents/endpoint/opening.py
 REMEDY = f"give search, {AGENT}, or MODULE:FACTORY, {FOUND}"
-# kinds of older runs
+# of older runs: kinds, and the program of an agent
 MOVED = {"reasoning_gym": "give gym_tasks:factory, whose module is in examples/reasoning_gym"}
+OLD_COMMAND = "megatron_stppo.agents.packages.command"
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
@@ -80,6 +81,8 @@ def _check_agent(config: EnvironmentConfig) -> None:
     listen_for_agents(config.agents_address).close()
     if config.agent is not None:
         user_code.named(f"environment.agent={config.agent}", config.agent, config.modules, "agent")
+    elif OLD_COMMAND in (config.command or ()):
+        raise ConfigError(f"environment.command: {OLD_COMMAND} is gone; give megatron_stppo.agents.command")
     elif config.command is not None and shutil.which(config.command[0]) is None:
         raise ConfigError(
             f"environment.command={config.command[0]}: no such program; give its path, or set PATH"

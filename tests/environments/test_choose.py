@@ -123,10 +123,8 @@ def test_an_agent_is_found_on_pythonpath_and_a_command_on_path(own):
     choose.check(EnvironmentConfig(kind="agent", command=["sh", "-c", "echo 1"]))
     for given, says in (
         ({"agent": "os:system"}, r"environment\.agent=os:system: no allowed folder has this module"),
-        (
-            {"command": ["no-such-program"]},
-            r"environment\.command=no-such-program: no such program; give its path",
-        ),
+        ({"command": ["no-such"]}, r"environment\.command=no-such: no such program; give its path"),
+        ({"command": ["sh", "-m", choose.OLD_COMMAND]}, r"is gone; give megatron_stppo\.agents\.command"),
     ):
         with pytest.raises(ConfigError, match=says):
             choose.check(EnvironmentConfig(kind="agent", **given))

@@ -24,7 +24,7 @@ async def harnesses(episode: Any) -> Any:
     name = ("claude_code", "codex", "openhands")[episode.task.index % 3]
     if name != "openhands":
         return await importlib.import_module(name).agent(episode)
-    command = ["-m", "megatron_stppo.agents.packages.command", "openhands_sdk:agent"]
+    command = ["-m", "megatron_stppo.agents.command", "openhands_sdk:agent"]
     process = await asyncio.create_subprocess_exec(
         str(Path(sys.prefix).with_name(".venv-openhands") / "bin" / "python"),
         *command,

@@ -73,7 +73,7 @@ async def _play(play: Play, endpoint: Any, rules: Any) -> Seen:
     from megatron_stppo.agents.endpoint.environment import AgentEnvironment
     from megatron_stppo.environments.base import Completion
 
-    command = [play.python, "-m", "megatron_stppo.agents.packages.command", play.agent]
+    command = [play.python, "-m", "megatron_stppo.agents.command", play.agent]
     environment = AgentEnvironment(
         open_agent(EnvironmentConfig(kind="agent", command=command)), endpoint, rules
     )

@@ -38,7 +38,7 @@ def played_with(folder: Path, clients: str, tasks: int, context: int) -> Path:
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:tasks]))
     shape = config.parent / "model" / "config.json"
     shape.write_text(json.dumps(json.loads(shape.read_text()) | {"max_position_embeddings": context}))
-    program = [str(python("agents")), "-m", "megatron_stppo.agents.packages.command"]
+    program = [str(python("agents")), "-m", "megatron_stppo.agents.command"]
     given = (
         f"environment.command={json.dumps([*program, f'tests.agents.packages.clients:{clients}'])}",
         f"rollout.tasks_per_iteration={tasks}",

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_stppo.agents.command import episode_of
 from megatron_stppo.agents.endpoint.agents import as_json
-from megatron_stppo.agents.packages.command import episode_of
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.environments.base import AgentEpisode
 
@@ -34,7 +34,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     """Run the program without site-packages, with a module my_agent in `folder`."""
     (folder / "my_agent.py").write_text(AGENT)
     return subprocess.run(
-        [sys.executable, "-S", "-m", "megatron_stppo.agents.packages.command", *arguments],
+        [sys.executable, "-S", "-m", "megatron_stppo.agents.command", *arguments],
         input=as_json(TASK),
         env=VARIABLES | {"PYTHONPATH": f"{ROOT}:{folder}"} | variables,
         capture_output=True,

@@ -92,7 +92,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-COMMAND = f"[{sys.executable},-m,megatron_stppo.agents.packages.command,'reader:agent']"
+COMMAND = f"[{sys.executable},-m,megatron_stppo.agents.command,'reader:agent']"
 WAYS = {
     "colocated": ("train", "tasks", "environment.kind=reader:factory"),
     "replica": ("train", "tasks", "environment.kind=reader:factory", "serving.replicas=1"),

@@ -1,10 +1,12 @@
-"""Run an agent function as a program: `python -m megatron_stppo.agents.packages.command MODULE:FUNCTION`.
+"""Run an agent function as a program: `python -m megatron_stppo.agents.command MODULE:FUNCTION`.
 
-It is for `environment.command`, in a Python environment that has the agent's packages and no other package:
+It is for `environment.command`, in a Python environment that has the agent's packages, which need other
+versions of their dependencies than tools/lock-cpu.txt has. So of megatron_stppo it imports only base/types.py
+and environments/base.py:
 
     environment:
       kind: agent
-      command: [.venv-agents/bin/python, -m, megatron_stppo.agents.packages.command, "my_agent:agent"]
+      command: [.venv-agents/bin/python, -m, megatron_stppo.agents.command, "my_agent:agent"]
 
 The function gets the same fields as with `environment.agent`, read from the standard input (the task) and
 from environment variables, and the last line of the output is what it returns. If it raises an exception, the
