@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_stppo.algorithm.ratio import segment_offsets, segment_ratio
 from megatron_stppo.algorithm.surrogate import compared, decided, segment_sums, surrogate
 from megatron_stppo.algorithm.variants import VARIANTS
-from megatron_stppo.evidence.bench import definition
+from megatron_stppo.evidence.bench import defined_loss
 
 TURNS = torch.tensor([0, 2, 4])
 TRAJECTORY = torch.tensor([0, 4])
@@ -283,7 +283,7 @@ def test_gradient_equals_autograd_of_the_definition(lengths, seed, dual_clip, po
     logprob = (old + 0.4 * draw[3]).requires_grad_()
     low, high = clip
     segments, bounds = [slice(*pair) for pair in pairwise(offsets)], (1 - low, 1 + high)
-    expected, *_ = definition.clipped(
+    expected, *_ = defined_loss.clipped(
         logprob, old, advantage, weight, segments, bounds, dual_clip or math.inf, power, pooling
     )
     out = surrogate(

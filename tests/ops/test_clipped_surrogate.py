@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo import ops
-from megatron_stppo.evidence.bench import definition
+from megatron_stppo.evidence.bench import defined_loss
 from tests.ops.draws import offsets_of, three, uniform
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -152,7 +152,7 @@ def test_backward_equals_float64_autograd_of_the_definition(lengths, seed, power
     weight = torch.full_like(exact, 0.25)
     segments = [slice(*pair) for pair in pairwise(offsets.tolist())]
     tokens = (exact, old.double(), advantage.double(), weight)
-    expected, *_ = definition.clipped(*tokens, segments, dual=dual_clip or math.inf, power=power)
+    expected, *_ = defined_loss.clipped(*tokens, segments, dual=dual_clip or math.inf, power=power)
     expected.backward()
     torch.testing.assert_close(out.objective.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(logprob.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)

@@ -11,7 +11,7 @@ import torch
 from megatron_stppo.base.types import Branch, ScoredBatch, Summary, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, rollout_logprobs, without_tokens
-from megatron_stppo.evidence.bench import definition
+from megatron_stppo.evidence.bench import defined_advantages
 from megatron_stppo.evidence.checks.advantages import defined
 from megatron_stppo.parallel.collectives import decode, encode
 from megatron_stppo.training.advantage import estimate, has_signal
@@ -140,7 +140,7 @@ def test_advantages_are_those_of_the_definition_for_any_episodes(advantage: str,
     weight = 0.5 if advantage == "gigpo" else 1.0
     given = {"advantage": advantage, "gamma": 0.75, "turn_weight": weight}
     episodes = defined([history for episode in played for history in episode.histories()], seed)
-    definition.estimate(episodes, settings(**given))
+    defined_advantages.estimate(episodes, settings(**given))
     turns = [turn for episode in episodes for history in episode.histories for turn in history]
     needed = [token.advantage for turn in turns for token in turn.acted]
     assert advantages(played, **given) == pytest.approx(needed, abs=1e-5)

@@ -18,7 +18,8 @@ from megatron_stppo.algorithm.own import OwnAdvantage
 from megatron_stppo.base.types import FAILED, Branch, Outcome, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, to_batch
-from megatron_stppo.evidence.bench import definition
+from megatron_stppo.evidence.bench import defined_advantages
+from megatron_stppo.evidence.bench.defined_advantages import ExactEpisode, ExactToken, ExactTurn
 from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged
 from megatron_stppo.training.advantage import estimate, has_signal
 
@@ -61,7 +62,7 @@ def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> C
 def compared(
     a: AlgorithmConfig,
     histories: Sequence[Trajectory],
-    episodes: Sequence[definition.ExactEpisode],
+    episodes: Sequence[ExactEpisode],
     usual: float,
     own: OwnAdvantage | None,
 ) -> Iterator[tuple[str, Tensor | None, list[float]]]:
@@ -69,18 +70,18 @@ def compared(
     batch, group_N = scored(histories, episodes), groups_of([history.summary for history in histories])
     out = estimate(batch, a, group_N, own, usual)
     of_user = None if own is None else partial(of_lists, own)
-    deviation = definition.estimate(episodes, a, usual, of_user)
+    deviation = defined_advantages.estimate(episodes, a, usual, of_user)
     acted = [token for turn in turns_of(episodes) for token in turn.acted]
     yield "advantage", out.advantage_T, [token.advantage for token in acted]
     if a.advantage == "gae":
         yield "return", out.return_T, [token.target for token in acted]
     if a.gae_observations:
-        every = definition.every_token(episodes, a)
+        every = defined_advantages.every_token(episodes, a)
         yield "return with observations", out.return_R, [token.target for token in every]
     yield "live", out.live_N.float(), [float(e.lives(a)) for e in episodes for _ in e.histories]
     yield "deviation", torch.tensor([out.deviation]), [deviation]
     signal = float(has_signal(out, a, group_N, own))
-    yield "signal", torch.tensor([signal]), [float(definition.signals(episodes, a, of_user))]
+    yield "signal", torch.tensor([signal]), [float(defined_advantages.signals(episodes, a, of_user))]
 
 
 def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Trajectory]:
@@ -109,33 +110,33 @@ def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Traj
     return histories
 
 
-def defined(histories: Sequence[Trajectory], seed: int) -> list[definition.ExactEpisode]:
+def defined(histories: Sequence[Trajectory], seed: int) -> list[ExactEpisode]:
     """Return the episodes as the definition reads them, with random values and log-probs."""
-    draw, episodes = torch.Generator().manual_seed(seed), list[definition.ExactEpisode]()
+    draw, episodes = torch.Generator().manual_seed(seed), list[ExactEpisode]()
 
-    def token(failed: bool) -> definition.ExactToken:
+    def token(failed: bool) -> ExactToken:
         value, old, reference = torch.randn(3, generator=draw).tolist()
         unknown = float("nan")  # what failed may hold anything
-        return definition.ExactToken(unknown if failed else value, old, unknown if failed else reference)
+        return ExactToken(unknown if failed else value, old, unknown if failed else reference)
 
     for history in histories:
         befores = (history.prompt_ids, *(turn.observation_ids for turn in history.turns))
         if not history.branch:
-            episodes.append(definition.ExactEpisode(history.group, [], history.outcome))
-        turns = list[definition.ExactTurn]()
+            episodes.append(ExactEpisode(history.group, [], history.outcome))
+        turns = list[ExactTurn]()
         for turn, before in zip(history.turns, befores, strict=False):
             acted = [token(history.outcome in FAILED) for _ in turn.token_ids]
             read = [token(history.outcome in FAILED) for _ in turn.observation_ids]
-            turns.append(definition.ExactTurn(acted, read, turn.reward, hash(before) if before else 0))
+            turns.append(ExactTurn(acted, read, turn.reward, hash(before) if before else 0))
         episodes[-1].histories.append(turns)
     return episodes
 
 
-def turns_of(episodes: Sequence[definition.ExactEpisode]) -> list[definition.ExactTurn]:
-    return [turn for _, history in definition.every_history(episodes) for turn in history]
+def turns_of(episodes: Sequence[ExactEpisode]) -> list[ExactTurn]:
+    return [turn for _, history in defined_advantages.every_history(episodes) for turn in history]
 
 
-def scored(histories: Sequence[Trajectory], episodes: Sequence[definition.ExactEpisode]) -> ScoredBatch:
+def scored(histories: Sequence[Trajectory], episodes: Sequence[ExactEpisode]) -> ScoredBatch:
     """Return the batch of the histories, with the numbers of the tokens of the episodes."""
     turns = turns_of(episodes)
 

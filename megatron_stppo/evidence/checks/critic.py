@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_stppo.base.types import EstimatedBatch, Minibatch, ScoredBatch, Trajectory
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.data.observed import with_observations
-from megatron_stppo.evidence.bench import definition
+from megatron_stppo.evidence.bench import defined_loss
 from megatron_stppo.evidence.bench.scoring import judges_single
 from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank, steady
 from megatron_stppo.model.learner import Learner
@@ -113,7 +113,7 @@ def _formula(learner: Learner, scored: ScoredBatch) -> Checked:
     batch = EstimatedBatch.of(scored, advantage_T=advantage_T, **planted)
     valued = with_observations(batch) if a.gae_observations else batch
     columns = zip(value.tolist(), old.tolist(), target.tolist(), strict=True)
-    errors = [definition.value_error(*numbers, a.value_clip) for numbers in columns]
+    errors = [defined_loss.value_error(*numbers, a.value_clip) for numbers in columns]
     losses, wrong, ends = list[float](), list[str](), valued.action_offsets.tolist()
     for number, minibatch in enumerate(batch.epochs[0], 1):
         own = {t for n in minibatch.chosen for t in range(ends[n], ends[n + 1]) if valued.live_T[t]}

@@ -22,7 +22,7 @@ from megatron_stppo.base.types import FAILED, EstimatedBatch, Minibatch, Traject
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.packing import Microbatch, to_batch
-from megatron_stppo.evidence.bench import definition
+from megatron_stppo.evidence.bench import defined_loss
 from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank
 from megatron_stppo.evidence.bench.trial import Counted, Trial
 from megatron_stppo.evidence.checks.adamw import norm_of, tensors
@@ -95,9 +95,9 @@ class WatchedLoss(ActorLoss):
     def terms(self, tokens: ActionTokens) -> tuple[Tensor, Tensor]:
         value, sums = super().terms(tokens)
         leaves = (tokens.logprob_T, tokens.entropy_T)
-        slopes = [definition.slope(value, leaf) for leaf in leaves]
+        slopes = [defined_loss.slope(value, leaf) for leaf in leaves]
         biased = self.bias_terms(tokens)[0] if self.own is None else value * 0
-        columns = (*leaves, tokens.sum_p_sq_T, *slopes, definition.slope(-biased, leaves[0]))
+        columns = (*leaves, tokens.sum_p_sq_T, *slopes, defined_loss.slope(-biased, leaves[0]))
         self.seen[:, tokens.rows_T] = torch.stack([column.detach().double().cpu() for column in columns])
         return value, sums
 
@@ -153,7 +153,7 @@ class Iteration:
             weight_T = minibatch_weights(self.batch, minibatch.chosen, a)
             metrics, seen = self._held(minibatch, weight_T)
             sample, at = self._sample(seen, minibatch), f"of minibatch {index + 1}"
-            step = definition.step(sample, a, self.own if a.own_loss else None)
+            step = defined_loss.step(sample, a, self.own if a.own_loss else None)
             if index == 0:
                 yield from self._distribution(seen, minibatch)
             needed = (step.slope, step.slope_entropy, step.removed, step.weight)
@@ -161,8 +161,8 @@ class Iteration:
                 yield from _apart(f"{name} {at}", own, of, FAR)
             numbers = step.numbers | self._scaled(step, minibatch)
             yield from self._numbers(at, metrics, numbers)
-            to_old = definition.capped_kl(sample, step.weight)
-            factor = definition.rate(a, index, len(steps), factor, to_old, self.memory.kl_after)
+            to_old = defined_loss.capped_kl(sample, step.weight)
+            factor = defined_loss.rate(a, index, len(steps), factor, to_old, self.memory.kl_after)
             on_rate = 1.0 if a.correction_apply == "gradient" else numbers["actor/correction_scale"]
             rows.append(numbers | {"actor/rate_scale": factor, "actor/effective_lr": RATE * factor * on_rate})
             trained[list(minibatch.chosen)] += 1
@@ -207,14 +207,14 @@ class Iteration:
             if not abs(found[name] - number) <= allowed:
                 yield f"{name} {at}: {found[name]:.6g}, not {number:.6g}"
 
-    def _scaled(self, step: definition.ExactStep, minibatch: Minibatch) -> dict[str, float]:
+    def _scaled(self, step: defined_loss.ExactStep, minibatch: Minibatch) -> dict[str, float]:
         """Return the numbers that need gradients of the model. Collective."""
         a, clipped = self.trial.config.algorithm, step.numbers["actor/clip_fraction"]
         gradient = self._norm(minibatch, step.slope, step.slope_entropy)
         corrects = a.correction != "off" and clipped > 0
         exact = self._norm(minibatch, step.removed) if a.correction == "gradient" and corrects else 0.0
-        bias = definition.bias_norm(step, a, gradient, exact) if corrects else 0.0
-        scale = definition.scale(bias, clipped, a)
+        bias = defined_loss.bias_norm(step, a, gradient, exact) if corrects else 0.0
+        scale = defined_loss.scale(bias, clipped, a)
         return {
             "actor/gradient_norm": gradient,
             "actor/clipping_bias": bias,
@@ -274,7 +274,7 @@ class Iteration:
             dist.all_reduce(rows, group=group)
         return rows
 
-    def _sample(self, seen: Tensor, minibatch: Minibatch) -> definition.Sample:
+    def _sample(self, seen: Tensor, minibatch: Minibatch) -> defined_loss.Sample:
         """Return the tokens of all episodes, with those of the live ones of the minibatch counted."""
         batch, lengths = self.batch, [sum(len(turn.token_ids) for turn in t.turns) for t in self.played]
         assert batch.old_logprob_T is not None and batch.reference_logprob_T is not None
@@ -282,7 +282,7 @@ class Iteration:
         counted = [n in minibatch.chosen and lives for n, lives in enumerate(live)]
         firsts = [n for n, history in enumerate(self.played) if not history.branch]
         histories = _slices(lengths)
-        return definition.Sample(
+        return defined_loss.Sample(
             logprob=seen[0],
             old=batch.old_logprob_T.double(),
             reference=batch.reference_logprob_T.double(),

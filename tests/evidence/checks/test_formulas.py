@@ -14,8 +14,8 @@ import pytest
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import AlgorithmConfig
-from megatron_stppo.evidence.bench import definition
-from megatron_stppo.evidence.bench.definition import ExactEpisode, ExactToken, ExactTurn
+from megatron_stppo.evidence.bench import defined_advantages
+from megatron_stppo.evidence.bench.defined_advantages import ExactEpisode, ExactToken, ExactTurn
 from megatron_stppo.evidence.checks import advantages
 from tests.evidence.checks import bench
 from tests.ranks import run_ranks
@@ -127,7 +127,7 @@ def test_an_episode_of_two_histories_has_the_advantages_of_its_setting(settings:
     """Turns of two tokens; rewards 1 and 2 in the first history, 3 in the second."""
     turns = [ExactTurn([ExactToken(0.0), ExactToken(0.0)], [], reward) for reward in (1.0, 2.0, 3.0)]
     algorithm = AlgorithmConfig(preset="ppo", whiten=False, kl_coefficient=0.0, **settings)
-    definition.estimate([ExactEpisode(0, [turns[:2], turns[2:]], "ok")], algorithm)
+    defined_advantages.estimate([ExactEpisode(0, [turns[:2], turns[2:]], "ok")], algorithm)
     assert [token.advantage for turn in turns for token in turn.acted] == expected
 
 
