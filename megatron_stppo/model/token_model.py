@@ -83,6 +83,10 @@ class TokenModel(GPTModel):
         if self.adaptation and self.pre_process and recomputes:
             # What is recomputed gets a gradient only if its input does, and a frozen embedding gives it none.
             embedded.requires_grad_()
+        if embedded is not None:
+            # torch.matmul multiplies [T, 1, H] by a frozen weight as one matrix only if the strides are those
+            # of a new tensor, and else rounds otherwise than by a trained weight, as the reference would.
+            embedded = embedded.flatten(0, 1)[:, None]
         if not self._rotates_in_attention:
             return embedded, angles, *rest
         of_token = angles[kwargs["position_ids"][0], 0]
