@@ -1,5 +1,6 @@
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -19,6 +20,16 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture
+def one_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fails if collectives of the processes that the test starts would hang on GPUs."""
+    from tests import orders
+
+    monkeypatch.setenv(orders.FOLDER, str(tmp_path / "orders"))
+    yield
+    assert orders.findings(tmp_path / "orders") == []
 
 
 @pytest.fixture

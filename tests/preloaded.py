@@ -32,7 +32,8 @@ import megatron_stppo.training.colocated  # noqa: E402
 import megatron_stppo.training.loop  # noqa: E402
 import megatron_stppo.training.play_only  # noqa: E402
 import megatron_stppo.training.replay  # noqa: E402
-import tests.shapes  # noqa: E402, F401
+import tests.orders  # noqa: E402
+import tests.shapes  # noqa: E402
 
 VARIABLES = {name: value for name, value in os.environ.items() if GIVEN.get(name) != value}
 
@@ -52,6 +53,7 @@ def start(stand_in: int) -> None:
     name = replica.process_name
     # A trainer expects the process that it has started: that is the stand-in.
     replica.process_name = lambda pid: name(stand_in if pid == os.getpid() else pid)
+    tests.orders.start()
 
 
 gc.freeze()  # a collection in a forked process does not look at, and so copy, what is imported here

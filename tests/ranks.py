@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_stppo.cluster.launch.process import free_port
+from tests import orders
 
 PATIENCE = 10.0  # seconds to wait, after a rank died, for the error message of another rank
 
@@ -111,6 +112,7 @@ def _rank(
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    orders.start()
     try:
         dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
         dist.barrier()  # a rank that exits early would reset connections that other ranks are still opening

@@ -246,6 +246,7 @@ def test_reference_batch_has_clipped_and_unclipped_tokens(models: dict[str, Path
         assert 0.1 < reference(folder)["actor/clip_fraction"] < 0.9
 
 
+@pytest.mark.usefixtures("one_order")
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_step_equals_float64_reference_under_every_layout(
     models: dict[str, Path], tmp_path: Path, case: str
