@@ -15,6 +15,7 @@ import asyncio
 import logging
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 GLANCE = 0.1  # seconds after which a delayed event loop's coroutines are looked up
 BEAT = 0.5  # seconds between signs of life of the event loop
 CLOSING = 2.0  # seconds that environments get to close if their episodes are abandoned
+# Seconds after which a thread that computes in Python lets another one continue. The engine's thread waits so
+# long for an environment that computes, each time it has waited for the GPU. Python's default is 0.005.
+SWITCH = 0.0005
 PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
 
 
@@ -97,11 +101,14 @@ class EnvironmentHost:
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
 
     def __enter__(self) -> EnvironmentHost:
+        self._switch = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH, self._switch))
         self._thread.start()
         self._ready.wait()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        sys.setswitchinterval(self._switch)
         self._loop.call_soon_threadsafe(self._stop.set)
         left = max(0.0, self._beat + self._deadline + PATIENCE - time.monotonic())
         self._thread.join(min(left, CLOSING) if kind is Abandoned else left)

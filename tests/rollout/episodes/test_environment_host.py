@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
+import sys
 import time
 
 import pytest
@@ -29,6 +31,14 @@ class Watched(Game):
     async def close(self) -> None:
         await asyncio.sleep(0.01)
         Watched.closed += 1
+
+
+class Computing(Game):
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        ends = time.thread_time() + 0.5
+        while time.thread_time() < ends:
+            pass
+        return []
 
 
 class Blocking(Game):
@@ -135,6 +145,18 @@ def test_a_result_of_the_wrong_type_is_an_outcome_and_a_class_of_the_wrong_kind_
     wrong = "WrongValue: Game.step(): returned None; return an environments.base.StepResult"
     assert ending(nothing) == ("error", wrong) and nothing.misuse == ""
     assert (plain.result, plain.misuse) == (None, "Game.step(): cannot be awaited; write `async def step`")
+
+
+def test_an_environment_that_computes_hardly_delays_the_engines_thread() -> None:
+    before, waits = sys.getswitchinterval(), []
+    with EnvironmentHost(Computing, concurrency=1, deadline=30) as host:
+        host.reset(0, task(0), seed=0)
+        while not host._answers.qsize():
+            start = time.perf_counter()
+            time.sleep(1e-5)  # as a wait for the GPU
+            waits.append(time.perf_counter() - start)
+    assert statistics.median(waits[10:-10]) < before / 2
+    assert sys.getswitchinterval() == before
 
 
 def test_concurrency_bounds_the_calls_in_progress() -> None:
