@@ -98,12 +98,14 @@ def _measure_alone(settings: Settings, rank: int, report: RankReport, file: Path
     report.run("GPU", seconds, _measure_gpu, who)
     report.run("versions", seconds, measure.describe_software)
     report.run("limits", seconds, measure.measure_limits, who)
+    report.run("network adapters", seconds, measure.measure_adapters)
     if _local_rank() == 0:
         report.run("run folder", seconds, measure.measure_folder, file, settings.size)
 
 
 def _measure_gpu(report: RankReport, who: str) -> None:
     has_gpu = torch.cuda.is_available()
+    process.check_driver(has_gpu)
     slurm.check_gpus(os.environ, has_gpu)
     if has_gpu:
         measure.measure_gpu(report, who, process.device_index())

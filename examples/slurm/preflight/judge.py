@@ -9,10 +9,10 @@ from statistics import median
 from typing import Literal
 
 from examples.slurm.preflight.exchange import RankReport
-from examples.slurm.preflight.limits import ALL, LIMITS, NODE, PAIR, Limit
+from examples.slurm.preflight.limits import LIMITS, SWAPS, Limit, derived
 from megatron_stppo.cluster.launch.rendezvous import files_needed
 
-GPU_ONLY = (NODE, PAIR, ALL)  # a number that gloo measured is shown, but has no limit
+GPU_ONLY = (*SWAPS, *SWAPS.values())  # a number that gloo measured is shown, but has no limit
 ANSWERS = "ranks answer, without a fault"
 
 
@@ -47,7 +47,8 @@ def judge(
         rows.append(_equal(name, values))
     numbers = [number for report in reports.values() for number in report.numbers]
     gpus = any(name == "min_compute" for name, _, _ in numbers)
-    limits = dict(limits) | {"min_open_files": max(limits["min_open_files"], files_needed(world))}
+    limits = derived(numbers) | dict(limits)
+    limits["min_open_files"] = max(limits["min_open_files"], files_needed(world))
     for limit in LIMITS:
         row = _bounded(limit, limits[limit.name], worst_of(limit.name, numbers))
         if limit.name in GPU_ONLY and not gpus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_stppo.base.printing import did_you_mean
@@ -13,6 +13,9 @@ EXCLUDE = "exclude the node (sbatch --exclude) and report it to the administrato
 TCP = "look for NET/Socket with NCCL_DEBUG=INFO; set NCCL_IB_HCA, NCCL_SOCKET_IFNAME"
 SLOW_FOLDER = "write checkpoints to a faster file system (run.root)"
 NODE, PAIR, ALL = "min_bandwidth_node", "min_bandwidth_pair", "min_bandwidth_all"
+SWAPS = {NODE: "min_all_to_all_node", PAIR: "min_all_to_all_pair", ALL: "min_all_to_all_all"}
+HOPPER = 9  # major number of its compute capability
+NETWORK, GENERATION = "GB/s of the adapters", "generation"  # measured, without a limit
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Limit:
     """
 
     name: str
-    default: float
+    default: float | str  # a text: of what `derived` computes it
     unit: str
     reason: str
     row: str  # name of the row
@@ -31,12 +34,17 @@ class Limit:
 
 
 LIMITS = (
-    Limit(NODE, 200.0, "GB/s", "NVLink of an A100 gives about 230, of an H100 over 400",
+    Limit(NODE, "350 on Hopper, else 200", "GB/s", "NVLink of an A100 gives about 230, of an H100 over 400",
           "all-reduce within a node", f"nvidia-smi nvlink --status; {EXCLUDE}"),
-    Limit(PAIR, 40.0, "GB/s", "one adapter of 400 Gbit/s carries 50, TCP below 10",
+    Limit(PAIR, "0.7 of a node's adapters; if none is found, 250 on Hopper, else 40", "GB/s",
+          "eight adapters of 400 Gbit/s carry 400, TCP below 10",
           "all-reduce of two nodes", f"{TCP}; if one node is in all slow pairs, {EXCLUDE}"),
-    Limit(ALL, 40.0, "GB/s", "as for a pair; a large fabric gives less than a pair",
+    Limit(ALL, "0.7 of the value for a pair", "GB/s", "a large fabric gives less than a pair",
           "all-reduce of all nodes", "if all pairs pass, links between switches are slow"),
+    *(Limit(SWAPS[name], "half of the all-reduce's", "GB/s", "the reshard and experts send in this way", row,
+            "as for the all-reduce")
+      for name, row in ((NODE, "all-to-all within a node"), (PAIR, "all-to-all of two nodes"),
+                        (ALL, "all-to-all of all nodes"))),
     Limit("min_compute", 0.9, "x median", "GPUs of one kind differ by a few percent",
           "matrix product", EXCLUDE),
     Limit("max_memory_used", 2.0, "GiB", "CUDA's own context takes less than 1", "GPU memory in use",
@@ -57,24 +65,40 @@ LIMITS = (
     Limit("min_shared_memory", 2.0, "GiB", "/dev/shm; Docker's default, 0.06, is too small for NCCL",
           "size of /dev/shm", "mount a larger tmpfs; with Docker --ipc=host or --shm-size"),
 )  # fmt: skip
-DEFAULTS = {limit.name: limit.default for limit in LIMITS}
+NAMES = [limit.name for limit in LIMITS]
+DEFAULTS = {limit.name: limit.default for limit in LIMITS if not isinstance(limit.default, str)}
+
+
+def derived(numbers: Sequence[tuple[str, str, float]]) -> dict[str, float]:
+    """Return the limits of bandwidths in GB/s, by what was measured: (name, of whom, value).
+
+    A node whose adapters are not all active is compared with the best node.
+    """
+    hopper = any(name == GENERATION and value >= HOPPER for name, _, value in numbers)
+    adapters = max((value for name, _, value in numbers if name == NETWORK), default=0.0)
+    node, pair = (350.0, 250.0) if hopper else (200.0, 40.0)
+    reduced = {NODE: node, PAIR: 0.7 * adapters or pair}
+    reduced[ALL] = 0.7 * reduced[PAIR]
+    return reduced | {swap: reduced[name] / 2 for name, swap in SWAPS.items()}
 
 
 def read(overrides: Iterable[str]) -> dict[str, float]:
-    """Return all limits, with those of `overrides` ("NAME=VALUE") in place of the defaults.
+    """Return the limits, with those of `overrides` ("NAME=VALUE"), and without those that are derived.
 
     Raises ConfigError for an unknown name or a value that is not a finite number.
     """
     limits = dict(DEFAULTS)
     for override in overrides:
         name, _, text = override.partition("=")
-        if name not in DEFAULTS:
-            hint = did_you_mean(name, DEFAULTS) or f"choose one of {', '.join(DEFAULTS)}"
+        if name not in NAMES:
+            hint = did_you_mean(name, NAMES) or f"choose one of {', '.join(NAMES)}"
             raise ConfigError(f"--limit {override}: no such limit; {hint}")
         try:
             limits[name] = float(text)
         except ValueError:
             limits[name] = math.nan
         if not math.isfinite(limits[name]):
-            raise ConfigError(f"--limit {override}: is not a number; write {name}={DEFAULTS[name]:g}")
+            raise ConfigError(
+                f"--limit {override}: is not a number; write {name}={DEFAULTS.get(name, 300):g}"
+            )
     return limits

@@ -1,4 +1,4 @@
-"""What a rank measures: versions, limits, the run folder, its GPU, and the bandwidth of all-reduces."""
+"""What a rank measures: versions, limits, the run folder, its GPU, and the bandwidth between ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from examples.slurm.preflight.exchange import RankReport
-from examples.slurm.preflight.limits import ALL, EXCLUDE, NODE, PAIR
+from examples.slurm.preflight.limits import ALL, EXCLUDE, GENERATION, NETWORK, NODE, PAIR, SWAPS
 from megatron_stppo import __version__
 from megatron_stppo.cluster.launch import doctor
 from megatron_stppo.ops import extension
@@ -38,6 +38,7 @@ UNCORRECTED = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_E
 MIB = 2**20
 SIZES_CUDA, SIZES_CPU = (64 * MIB, 256 * MIB, 1024 * MIB), (MIB, 4 * MIB)
 REPEATS, WARM_UP = 10, 3
+ADAPTERS = Path("/sys/class/infiniband")  # of InfiniBand and RoCE
 
 
 def describe_software(report: RankReport) -> None:
@@ -60,6 +61,17 @@ def measure_limits(report: RankReport, who: str) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     report.numbers.append(("min_open_files", who, 2**31 if hard == resource.RLIM_INFINITY else hard))
     report.numbers.append(("min_shared_memory", who, shutil.disk_usage("/dev/shm").total / 2**30))
+
+
+def measure_adapters(report: RankReport, adapters: Path = ADAPTERS) -> None:
+    """Add the number and the rate of the node's active network ports.
+
+    Example: a file ports/1/rate with "400 Gb/sec (4X NDR)" counts as 50 GB/s.
+    """
+    ports = [port for port in adapters.glob("*/ports/*") if "ACTIVE" in (port / "state").read_text()]
+    rates = [float((port / "rate").read_text().split()[0]) for port in ports]
+    report.texts["network adapters"] = f"{len(rates)} ports, {sum(rates):g} Gbit/s"
+    report.numbers.append((NETWORK, report.node, sum(rates) / 8))
 
 
 def measure_folder(report: RankReport, path: Path, size: int) -> None:
@@ -126,6 +138,7 @@ def measure_gpu(report: RankReport, who: str, index: int) -> None:
             state = "failed" if failed else "pending"
             report.faults["remapped memory rows"] = f"{state}; the GPU must be reset; {EXCLUDE}"
         found["min_compute"] = _load(report, index, device)
+        found[GENERATION] = properties.major
     finally:
         pynvml.nvmlShutdown()
     report.numbers += [(name, who, value) for name, value in found.items() if value is not None]
@@ -211,11 +224,15 @@ def measure_bandwidth(report: RankReport, nodes: Sequence[str], cuda: bool) -> N
             if dist.get_rank() in group:
                 where = list(dict.fromkeys(nodes[member] for member in group))
                 limit = {1: NODE, 2: PAIR}.get(len(where), ALL)
-                fastest = max(
-                    bus_bandwidth(size, _all_reduce(size, process_group, cuda), len(group))
-                    for size in (SIZES_CUDA if cuda else SIZES_CPU)
+                sizes, who = SIZES_CUDA if cuda else SIZES_CPU, "all" if limit == ALL else " + ".join(where)
+                reduced, sent = (
+                    {size: _seconds_of(collective, size, process_group, cuda) for size in sizes}
+                    for collective in (dist.all_reduce, _all_to_all)
                 )
-                report.numbers.append((limit, "all" if limit == ALL else " + ".join(where), fastest))
+                fastest = max(bus_bandwidth(size, taken, len(group)) for size, taken in reduced.items())
+                here = [nodes[member] for member in group].count(nodes[dist.get_rank()])
+                left = max(leaving(size, here, len(group)) / taken / 1e9 for size, taken in sent.items())
+                report.numbers += [(limit, who, fastest), (SWAPS[limit], who, left)]
         dist.all_reduce(torch.zeros(1))  # the next round begins when no group of this one uses the network
 
 
@@ -227,13 +244,26 @@ def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
     return size / seconds * 2 * (ranks - 1) / ranks / 1e9
 
 
-def _all_reduce(size: int, group: dist.ProcessGroup | None, cuda: bool) -> float:
-    """Return seconds per all-reduce of `size` bytes."""
+def leaving(size: int, here: int, ranks: int) -> float:
+    """Return the bytes that leave a node of `here` ranks in an all-to-all in which every rank sends `size`.
+
+    If all ranks are on the node: that leave a rank. Example: of 2 x 8 ranks that send 1 GB each, 4 GB.
+    """
+    return size * (ranks - 1) / ranks if here == ranks else size * here * (ranks - here) / ranks
+
+
+def _all_to_all(message: torch.Tensor, group: dist.ProcessGroup) -> None:
+    whole = message[: len(message) // group.size() * group.size()]
+    dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+
+
+def _seconds_of(collective: Callable[..., object], size: int, group: dist.ProcessGroup, cuda: bool) -> float:
+    """Return seconds per collective of `size` bytes."""
     message = torch.zeros(size // 2, dtype=torch.bfloat16, device="cuda" if cuda else "cpu")
     for repeats in (WARM_UP, REPEATS):
         start = time.perf_counter()
         for _ in range(repeats):
-            dist.all_reduce(message, group=group)
+            collective(message, group=group)
         if cuda:
             torch.cuda.synchronize()
     return (time.perf_counter() - start) / REPEATS

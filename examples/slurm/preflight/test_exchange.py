@@ -96,6 +96,21 @@ def test_a_folder_is_measured_and_files_that_do_not_appear_are_named(tmp_path: P
     assert not report.faults
 
 
+def test_active_ports_of_adapters_are_counted(tmp_path: Path) -> None:
+    for name, rate, state in (("a", "400 Gb/sec (4X NDR)", "4: ACTIVE"), ("b", "2.5 Gb/sec", "1: DOWN")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "rate").write_text(f"{rate}\n")
+        (port / "state").write_text(f"{state}\n")
+    measure.measure_adapters(report := RankReport("a"), tmp_path)
+    assert report.numbers == [("GB/s of the adapters", "a", 50.0)]
+    assert report.texts == {"network adapters": "1 ports, 400 Gbit/s"}
+
+
+def test_what_leaves_a_node_in_an_all_to_all() -> None:
+    assert (measure.leaving(1000, 8, 16), measure.leaving(1000, 8, 8)) == (4000, 875)
+
+
 def failing(code: int) -> None:
     raise pynvml.NVMLError(code)
 

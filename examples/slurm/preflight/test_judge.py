@@ -18,6 +18,7 @@ from megatron_stppo.config import ConfigError
 NODES = ("a", "a", "b", "b")  # of ranks 0 to 3
 HEALTHY = {
     "min_bandwidth_node": 400.0,
+    "min_all_to_all_node": 300.0,
     "min_compute": 650.0,
     "max_memory_used": 0.7,
     "max_uncorrected_errors": 0,
@@ -28,16 +29,26 @@ HEALTHY = {
     "min_open_files": 65536,
     "min_shared_memory": 500.0,
 }
-OF_A_NODE = ("min_bandwidth_node", "min_write", "min_read", "min_free_space", "max_visible")
+OF_A_NODE = (
+    "min_bandwidth_node",
+    "min_all_to_all_node",
+    "min_write",
+    "min_read",
+    "min_free_space",
+    "max_visible",
+)
 
 
-def report(rank: int, numbers: dict[str, float] | None = None, pair: float = 80.0) -> RankReport:
+def report(
+    rank: int, numbers: dict[str, float] | None = None, pair: float = 300.0, swap: float = 300.0
+) -> RankReport:
     node, given = NODES[rank], HEALTHY | (numbers or {})
     listed = [
         (name, node if name in OF_A_NODE else f"rank {rank} ({node})", value) for name, value in given.items()
     ]
     texts = {"version of NCCL": "2.29.7", "model of the GPUs": "H100"}
-    return RankReport(node, [*listed, ("min_bandwidth_pair", "a + b", pair)], texts)
+    pairs = [("min_bandwidth_pair", "a + b", pair), ("min_all_to_all_pair", "a + b", swap)]
+    return RankReport(node, [*listed, *pairs], texts)
 
 
 def rows(last: RankReport, **overrides: float) -> dict[str, CheckRow]:
@@ -54,9 +65,10 @@ def test_equal_healthy_nodes_pass_and_numbers_that_are_not_measured_are_not_chec
     found = rows(report(3))
     assert failures(found) == {}
     assert [row.name for row in found.values() if row.verdict == "not checked"] == [
-        "all-reduce of all nodes"
+        "all-reduce of all nodes",
+        "all-to-all of all nodes",
     ], "two nodes are a pair"
-    assert found["all-reduce of two nodes"].value == "80 GB/s"
+    assert found["all-reduce of two nodes"].value == "300 GB/s"
     assert len(found) == 3 + len(limits.LIMITS)
 
 
@@ -73,6 +85,7 @@ def test_equal_healthy_nodes_pass_and_numbers_that_are_not_measured_are_not_chec
         ("min_free_space", 100, "free space in the run folder", "b: 100 GB"),
         ("max_visible", 10.5, "run folder is shared", "b: 10.5 s"),
         ("min_bandwidth_node", 20.0, "all-reduce within a node", "b: 20 GB/s"),
+        ("min_all_to_all_node", 90.0, "all-to-all within a node", "b: 90 GB/s"),
     ],
 )
 def test_a_rank_beyond_a_limit_is_the_only_failure_and_is_named(
@@ -86,6 +99,28 @@ def test_a_rank_beyond_a_limit_is_the_only_failure_and_is_named(
 def test_the_bandwidth_of_a_pair_is_that_of_its_slowest_rank() -> None:
     assert failures(rows(report(3, pair=3.0))) == {"all-reduce of two nodes": ("a + b: 3 GB/s",)}
     assert worst_of("max_visible", [("max_visible", "a", 1.0), ("max_visible", "a", 2.0)]) == {"a": 2.0}
+
+
+HOPPER, ADAPTERS = ("generation", "rank 3 (b)", 9), ("GB/s of the adapters", "a", 400.0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "pair", "fails"),
+    [
+        ([HOPPER], 260.0, False),
+        ([HOPPER], 48.0, True),
+        ([ADAPTERS, ("GB/s of the adapters", "b", 50.0)], 290.0, False),
+        ([ADAPTERS], 48.0, True),
+        ([HOPPER, ("GB/s of the adapters", "a", 60.0)], 48.0, False),
+    ],
+)
+def test_a_pair_that_uses_one_of_eight_adapters_fails(
+    measured: list[tuple[str, str, float]], pair: float, fails: bool
+) -> None:
+    last = report(3, pair=pair, swap=pair)
+    last.numbers += measured
+    rows_that_fail = {"all-reduce of two nodes", "all-to-all of two nodes"}
+    assert failures(rows(last)).keys() == (rows_that_fail if fails else set())
 
 
 @pytest.mark.parametrize(
@@ -157,4 +192,5 @@ def test_the_table_shows_some_failing_ranks() -> None:
 def test_the_documentation_has_every_limit_with_its_default_and_reason() -> None:
     text = (Path(__file__).parents[3] / "docs" / "cluster.md").read_text()
     for limit in limits.LIMITS:
-        assert f"| `{limit.name}` | {limit.default:g} {limit.unit} | {limit.reason} |" in text
+        default = limit.default if isinstance(limit.default, str) else f"{limit.default:g} {limit.unit}"
+        assert f"| `{limit.name}` | {default} | {limit.reason} |" in text

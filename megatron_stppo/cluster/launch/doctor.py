@@ -7,8 +7,10 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
@@ -30,6 +32,7 @@ NEEDED = {
 }
 # {vLLM: torch that it asks for}. The engine uses private parts of vLLM, which are tested with these versions.
 TESTED_ENGINES = {"0.32.0": "2.13", "0.26.0": "2.11"}
+DRIVERS = {12: 525, 13: 580}  # {major version of CUDA: the first driver for it}
 OPTIONAL = {
     "transformer-engine": "attention is torch's variable-length kernel; norms, linear layers and the rotary "
     "embedding are unfused",
@@ -162,13 +165,44 @@ def _devices() -> Iterator[Finding]:
     except pynvml.NVMLError:  # without a driver, for example on a laptop
         yield Finding("gpu", "none", "optional", "everything runs on the CPU, over gloo")
         return
-    yield Finding("gpu driver", str(pynvml.nvmlSystemGetDriverVersion()))
+    driver, problem = str(pynvml.nvmlSystemGetDriverVersion()), driver_problem()
+    yield Finding("gpu driver", driver, "broken" if problem else "ok", problem)
     for index in range(pynvml.nvmlDeviceGetCount()):
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
         memory = pynvml.nvmlDeviceGetMemoryInfo(device).total / 2**30
         yield Finding(f"gpu {index}", f"{memory:.0f} GiB", remark=str(pynvml.nvmlDeviceGetName(device)))
         yield kernels(*pynvml.nvmlDeviceGetCudaComputeCapability(device))
     pynvml.nvmlShutdown()
+
+
+def torch_cuda() -> int:
+    """Return the major version of CUDA that torch was built for; 0 for none. It does not import torch."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    return int(found[1]) if (found := re.search(r"^cuda\b.*= '(\d+)\.", text, re.MULTILINE)) else 0
+
+
+def driver_problem() -> str:
+    """Return why torch cannot use this machine's driver, or "".
+
+    NVML answers with the version of libcuda that is loaded, which may be that of compatibility libraries.
+    """
+    pynvml, needed = importlib.import_module("pynvml"), torch_cuda()
+    try:
+        pynvml.nvmlInit()
+        driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:  # without a driver, or without libcuda, as in a container without its GPU
+        return ""
+    if cuda // 1000 >= needed:
+        return ""
+    return (
+        f"GPU driver {driver}: is for CUDA {cuda // 1000}.{cuda % 1000 // 10}, but torch is built for CUDA "
+        f"{needed}; install driver {DRIVERS.get(needed, 'of that version')} or newer, put the compatibility "
+        f"libraries (cuda-compat-{needed}-0) first in LD_LIBRARY_PATH, or hide the GPUs with "
+        "CUDA_VISIBLE_DEVICES= to use the CPU"
+    )
 
 
 def kernels(major: int, minor: int) -> Finding:

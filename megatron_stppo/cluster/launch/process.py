@@ -90,11 +90,14 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
     """Set up what must be in place before megatron is imported.
 
     A second call with the same arguments does nothing. `engine=False` does not import vLLM. device="meta" is
-    for a dry run, in which no GPU may be visible. Raises ConfigError for a locale without UTF-8.
+    for a dry run, in which no GPU may be visible. Raises ConfigError for a locale without UTF-8, and for a
+    driver with which torch sees no GPU.
     """
     encoding = codecs.lookup(locale.getencoding()).name
     if encoding != "utf-8" and not sys.flags.utf8_mode:  # torch reads its own sources in this encoding
         raise ConfigError(f"the locale's encoding is {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
+    if device == "cpu":
+        check_driver(_has_gpu())
     logging.basicConfig(level=logging.WARNING, format=LINE)
     _print_safely(logging.getLogger())
     _ignore_warnings()
@@ -126,6 +129,17 @@ def _print_safely(logger: logging.Logger) -> None:
     """Make what the logger prints safe for a terminal: it may quote text of the model or of a tool."""
     for handler in logger.handlers:
         handler.setFormatter(Printable(handler.formatter or logging.Formatter()))
+
+
+def check_driver(seen: bool) -> None:
+    """Raise ConfigError if torch does not see the GPUs because their driver is too old.
+
+    Otherwise the run would train on the CPU. An empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose.
+    """
+    from megatron_stppo.cluster.launch.doctor import driver_problem
+
+    if not seen and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and (problem := driver_problem()):
+        raise ConfigError(problem)
 
 
 def check_transformer_engine() -> None:

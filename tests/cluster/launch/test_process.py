@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_stppo.cluster.launch import process
+from megatron_stppo.cluster.launch import doctor, process
 from megatron_stppo.config import ConfigError
 from tests.ranks import run_ranks
 
@@ -57,6 +58,34 @@ def test_a_transformer_engine_whose_libraries_do_not_load_is_one_line(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=r"libcudnn_graph\.so\.9: undefined symbol; put the folders"):
         process.check_transformer_engine()
+
+
+@pytest.mark.parametrize(
+    ("cuda", "visible", "refused"), [(12040, "0", True), (13000, "0", False), (12040, "", False)]
+)
+def test_a_driver_that_is_too_old_is_one_line_and_not_a_run_on_the_cpu(
+    cuda: int, visible: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "550.54.15",
+        nvmlSystemGetCudaDriverVersion_v2=lambda: cuda,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(doctor, "torch_cuda", lambda: 13)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(process, "_has_gpu", lambda: False)
+    monkeypatch.setattr(process, "_ignore_warnings", lambda: sys.exit("accepted"))
+    with pytest.raises(
+        ConfigError if refused else SystemExit,
+        match=r"^GPU driver 550.54.15: is for CUDA 12.4, "
+        "but torch is built for CUDA 13; install driver 580 or newer"
+        if refused
+        else "accepted",
+    ):
+        process.prepare.__wrapped__(False)
 
 
 def nodes_of_two_and_of_one() -> tuple[int, int]:
