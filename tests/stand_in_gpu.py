@@ -94,6 +94,7 @@ class StandInGpu(TorchDispatchMode):
         to = kwargs.get("device")
         if to is not None and torch.device(to).type == "cuda":
             kwargs["device"] = META
+        kwargs.pop("pin_memory", None)  # needs a driver
         given = list(tensors_in((args, tuple(kwargs.values()))))
         on_gpu = [x for x in given if x.is_meta]
         if func is aten._to_copy.default:

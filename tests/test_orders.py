@@ -40,40 +40,24 @@ def test_contradictory_orders_and_another_thread_are_found(
     assert circle.startswith("contradictory orders: ") and circle.count("/1 call 1") == 1
 
 
-def test_a_run_of_one_order_has_no_findings(one_order: None) -> None:
-    run_ranks(in_order, 2)
+BOTH = [[("send", "1"), ("recv", "1")], [("send", "0"), ("recv", "0")]]
 
 
-def in_order() -> None:
-    group = dist.new_group([0, 1])
-    for work in [dist.all_reduce(torch.ones(1), group=g, async_op=True) for g in (group, None)]:
-        work.wait()
-
-
-def written(folder: Path, *ranks: list[tuple[str, int, int, str, str, int]]) -> list[str]:
-    """Return the findings in ranks that call these (group, its size, rank in it, kind, what, batch)."""
-    for number, calls in enumerate(ranks):
-        events = [Event(*call, MAIN, True, batch) for *call, batch in calls]
-        (folder / str(number)).write_text("".join(json.dumps(event) + "\n" for event in events))
-    return findings(folder)
-
-
-def test_other_collectives_of_one_group_are_found(tmp_path: Path) -> None:
-    kinds = ("broadcast", "reduce"), ("broadcast", "allreduce")
-    ranks = [[("a", 2, rank, kind, "", 0) for kind in kinds[rank]] for rank in (0, 1)]
-    assert written(tmp_path, *ranks) == ["group a, call 1: reduce ; allreduce "]
-
-
-def test_a_circle_of_three_groups_is_found(tmp_path: Path) -> None:
-    pairs = ("a", 0, "b", 0), ("b", 1, "c", 0), ("c", 1, "a", 1)
-    ranks = [[(group, 2, rank, "barrier", "", 0) for group, rank in (pair[:2], pair[2:])] for pair in pairs]
-    (circle,) = written(tmp_path, *ranks)
-    assert all(f"{group} call 1 < " in circle for group in "abc")
-
-
-@pytest.mark.parametrize(("batch", "found"), [(1, 0), (0, 1)])
-def test_two_ranks_that_both_send_first_must_send_and_receive_together(
-    tmp_path: Path, batch: int, found: int
+@pytest.mark.parametrize(
+    ("ranks", "batch", "found"),
+    [
+        pytest.param([[("reduce", "")], [("allreduce", "")]], 0, "call 0: reduce ; allreduce ", id="kind"),
+        pytest.param([[("reduce", "1")], [("reduce", "2")]], 0, "call 0: reduce 1; reduce 2", id="shape"),
+        pytest.param([[("barrier", "")], []], 0, "call 0: barrier ; nothing", id="number"),
+        pytest.param(BOTH, 0, "contradictory orders", id="both send first"),
+        pytest.param(BOTH, 1, "", id="both send and receive together"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_found(
+    tmp_path: Path, ranks: list[list[tuple[str, str]]], batch: int, found: str
 ) -> None:
-    ranks = [[("a", 2, rank, kind, str(1 - rank), batch) for kind in ("send", "recv")] for rank in (0, 1)]
-    assert len(written(tmp_path, *ranks)) == found
+    for rank, calls in enumerate(ranks):
+        events = [Event("a", 2, rank, *call, MAIN, True, batch) for call in calls]
+        (tmp_path / str(rank)).write_text("".join(json.dumps(event) + "\n" for event in events))
+    lines = findings(tmp_path)
+    assert len(lines) == bool(found) and found in "".join(lines)

@@ -27,13 +27,21 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def join(
-    store: dist.Store, name: str, *, first: int, size: int, address: str, timeout: timedelta
+    store: dist.Store,
+    name: str,
+    *,
+    first: int,
+    size: int,
+    address: str,
+    timeout: timedelta,
+    over_host: bool = False,
 ) -> dist.ProcessGroup:
     """Join the group `name` with all ranks of this program's default group. Collective over both programs.
 
     The group has `size` ranks. This program's ranks are first, first + 1, ... of it; the other program calls
     join() with the `first` and the number of ranks that complete 0 .. size - 1. Tensors on the host are
-    exchanged over gloo, those on a GPU over NCCL.
+    exchanged over gloo, those on a GPU over NCCL. over_host: the group has no NCCL, so that a thread may use
+    it while the main thread's collectives run on the GPU.
 
     store: both programs' connection to one store. name: must not have been used on this store before.
     address: the address of this host at which the other ranks' gloo can connect to it. timeout: of the
@@ -44,7 +52,7 @@ def join(
     """
     rank, ranks = first + dist.get_rank(), global_ranks(first, size, dist.get_world_size())
     own = dist.PrefixStore(name, store)
-    gpu = torch.cuda.is_available()
+    gpu = torch.cuda.is_available() and not over_host
     backends = {"cpu": "gloo", "cuda": "nccl"} if gpu else {"cpu": "gloo"}
     kind, names = dist.ProcessGroup.BackendType, ",".join(f"{at}:{name}" for at, name in backends.items())
     group = dist.ProcessGroup(own, rank, size)

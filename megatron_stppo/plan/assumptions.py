@@ -87,6 +87,7 @@ ALL = {
     "engine_share": Assumption("of the peak FLOP/s, in engine steps", lambda _: 0.5, 1.0),
     "training_share": Assumption("of the peak FLOP/s, in score and update", lambda _: 0.35, 1.0),
     "network_share": Assumption("of the links' bandwidth, when weights are sent", lambda _: 0.5, 1.0),
+    "host_rate": Assumption("GB/s that a replica's GPU receives from the trainer, over gloo", lambda _: 2.0),
     "switch_seconds": Assumption(
         "s to put a colocated engine to sleep, wake it, and move the models' memory", lambda _: 5.0
     ),

@@ -138,7 +138,7 @@ def sending_seconds(
     from_replica: bool = False,
 ) -> float:
     """Return the seconds to send an update from the trainer, or from a replica, to a replica of `tensor` GPUs
-    on another node."""
+    on another node. The trainer sends over gloo."""
     engine = [serving_spans(shape, tensor, rank) for rank in range(tensor)]
     sources = dict(enumerate(engine)) if from_replica else use.spans
     first = -(-len(sources) // gpu.per_node) * gpu.per_node  # on another node than the last source
@@ -147,4 +147,5 @@ def sending_seconds(
     rows = transfer(shape, sources, replica, adapters, from_replica)
     alike, size = layers_to_plan(shape, use.layout), use.dtype.itemsize
     moves = exchange(*rows[:3], alike, size, gpu, rows.changed)
-    return moves.seconds / assumed["network_share"]
+    seconds = moves.seconds / assumed["network_share"]
+    return seconds if from_replica else max(seconds, moves.busiest_rank / (1e9 * assumed["host_rate"]))

@@ -27,6 +27,7 @@ def copy(project: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("one_order")
 def test_every_replica_gets_every_version_and_the_trainer_sends_each_row_once(
     project: Path, tmp_path: Path
 ) -> None:

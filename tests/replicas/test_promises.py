@@ -14,6 +14,7 @@ import pytest
 
 from megatron_stppo.checkpoint.step_folder import EPISODES
 from megatron_stppo.replicas.wire.episodes import decode_episodes, unpack_record
+from tests import orders
 from tests.documented import undocumented
 from tests.forking import stand_in
 from tests.training.loop import small_run
@@ -54,6 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     config = small_run.write(tmp_path_factory.mktemp("served"))
 
     def train(name: str, *overrides: str, python: str = "", **variables: str) -> Path:
+        variables[orders.FOLDER] = str(config.parent / f"orders-{name}")
         start(["train", str(config), f"run.name={name}", *COMMON, *overrides], python=python, **variables)
         return config.parent / "runs" / name
 
@@ -163,6 +165,21 @@ def test_above_bound_0_turns_go_on_at_new_versions_and_no_token_is_older_than_th
     ]
     ages = {age for age, _ in runs}
     assert max(ages) <= 2 and len(ages) > 1
+
+
+def test_no_collective_of_the_run_would_hang_on_gpus(asynchronous: Path) -> None:
+    assert orders.findings(asynchronous.parents[1] / f"orders-{asynchronous.name}") == []
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_order")
+@pytest.mark.parametrize("layout", [("parallel.tensor=2",), ("parallel.tensor=1", "parallel.pipeline=2")])
+def test_no_collective_would_hang_on_gpus_where_two_ranks_train_while_they_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: tuple[str, ...]
+) -> None:
+    monkeypatch.setitem(small_run.ENVIRONMENT, orders.FOLDER, str(tmp_path / "orders"))
+    config = small_run.write(tmp_path)
+    small_run.run("train", config, "run.iterations=3", "serving.replicas=2", *SERVED[1:], *layout).succeeded()
 
 
 def test_with_complete_each_episode_is_exactly_as_old_as_the_bound_and_a_resumed_run_is_the_same(

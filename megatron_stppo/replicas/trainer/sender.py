@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Collection
 from datetime import timedelta
@@ -24,7 +23,8 @@ class Sender:
     """This rank's links to replicas, and the thread that sends a copy of the weights.
 
     Every rank calls the methods in the same order. The threads of all ranks run at the same time as training.
-    They use a group of their own and the groups of the links, and nothing that training changes.
+    They use a group of their own and the groups of the links, which have gloo only, and nothing that training
+    changes: the copy is in host memory.
     """
 
     def __init__(self, learner: Learner, store: dist.Store, timeout: timedelta, hub: Hub | None) -> None:
@@ -90,23 +90,16 @@ class Sender:
 
     def _run(self, packed: Packed, tensor: int, device: int | None) -> None:
         try:
-            with _own_stream(device):
-                while True:
-                    message = self._hub.next_to_send(ASKS, tensor) if self._hub is not None else False
-                    message = decode(broadcast_bytes(encode(message), 0, self._own), bool | Receive)
-                    if isinstance(message, Receive):
-                        self.send(message, packed)
-                    elif not message:
-                        return
+            if device is not None:
+                torch.cuda.set_device(device)  # a new thread has the first one
+            while True:
+                message = self._hub.next_to_send(ASKS, tensor) if self._hub is not None else False
+                message = decode(broadcast_bytes(encode(message), 0, self._own), bool | Receive)
+                if isinstance(message, Receive):
+                    self.send(message, packed)
+                elif not message:
+                    return
         except Exception as error:  # raised by `join`, in the main thread
             self._error = error
             if self._hub is not None:  # the main thread may be waiting
                 self._hub.fail(error)
-
-
-def _own_stream(device: int | None) -> contextlib.AbstractContextManager[object]:
-    """Context in which a thread does not wait for what training computes on the GPU."""
-    if device is None:
-        return contextlib.nullcontext()
-    torch.cuda.set_device(device)  # a new thread has the first one
-    return torch.cuda.stream(torch.cuda.Stream())

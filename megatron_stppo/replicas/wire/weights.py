@@ -4,6 +4,10 @@ The sender is the trainer or a replica, the receiver a replica. Each pair has a 
 program dies only its own groups' collectives fail. The rows are planned, sent and compared as between ranks
 of one program (reshard/); both sides compute the same plan.
 
+What the trainer sends travels over gloo, from host memory to host memory: a thread sends it while training
+uses NCCL, whose collectives must be enqueued in one order on all ranks, and the end of a replica must not
+abort a communicator beside those of training. Replicas exchange tensors of a GPU over NCCL, between steps.
+
 A rank that fails must not leave other ranks waiting: they may be in a collective with it, or with a dead rank
 whose end they do not notice (parallel/abandon.py). So the rank that fails first writes the reason to the
 trainer's store, which all ranks read while they wait, and leaves the group; so does the trainer's first rank
@@ -86,7 +90,7 @@ class Link:
         self._group: dist.ProcessGroup | None = None
         self._reshard: Resharder | None = None
         self._closed = ""  # why
-        layouts = layouts_of(shape, route)
+        layouts, over_host = layouts_of(shape, route), not isinstance(route.source, int)
 
         def connect() -> Resharder:
             address = address_towards(route.host, route.port)
@@ -99,6 +103,7 @@ class Link:
                 size=sum(map(len, layouts)),
                 address=address,
                 timeout=timeout,
+                over_host=over_host,
             )
             self._group = group
             if self._closed:  # given up while the ranks were joining
@@ -113,6 +118,7 @@ class Link:
                 changed=rows.changed,
                 group=group,
                 ranks_per_node=1,  # no rank of the sender is nearer to the receiver than another one
+                over_host=over_host,
             )
 
         self._reshard = self._attempt(connect, "the link was not made")

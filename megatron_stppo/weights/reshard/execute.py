@@ -64,7 +64,7 @@ class Exchange:
     """This rank's part of a plan, bound to its tensors.
 
     copies: the whole plan; ranks count within `group`. dtypes: {(rank, target tensor): type}. widths:
-    {hf_key: elements per row}. terms: {(source tensor, hf_key): term} of adapters.
+    {hf_key: elements per row}. terms: {(source tensor, hf_key): term} of adapters. over_host: see Staging.
     """
 
     def __init__(
@@ -79,8 +79,9 @@ class Exchange:
         group: dist.ProcessGroup | None,
         device: torch.device,
         bucket_bytes: int,
+        over_host: bool = False,
     ) -> None:
-        self._group, self._device = group, device
+        self._group, self._device, self._over_host = group, device, over_host
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._source, self._target, self._terms = source, target, terms
 
@@ -115,6 +116,15 @@ class Exchange:
 
         Not collective: it allocates memory, and a rank without a buffer could not exchange bytes.
         """
+        self._look_for_tensors()
+        staging = self._staging or Staging(self.buckets, self._device, over_host=self._over_host)
+        # On a GPU generation and training need the memory. On a CPU keeping it is cheaper than allocating
+        # anew.
+        self._staging = None if self._device.type == "cuda" else staging
+        return staging
+
+    def _look_for_tensors(self) -> None:
+        """Make the views of the tensors at their present addresses."""
         addresses = [tensor.data_ptr() for side in (self._source, self._target) for tensor in side.values()]
         if self._addresses != addresses:
             self._addresses = self._staging = None
@@ -123,21 +133,15 @@ class Exchange:
             received = [_summed(bucket.receives) for bucket in self.buckets]
             self.due = [*received, *(home.targets for home in self._home)]
             self._addresses = addresses
-        staging = self._staging or Staging(self.buckets, self._device)
-        # On a GPU generation and training need the memory. On a CPU keeping it is cheaper than allocating
-        # anew.
-        self._staging = None if self._device.type == "cuda" else staging
-        return staging
 
     @torch.no_grad()
     def pack(self) -> Packed:
-        """Copy everything that this rank sends. Not collective; the copy is complete on return."""
-        self.prepare()
-        staging = Staging(self.buckets, self._device, at_once=True)
-        sums = [(summed.copies, summed.sums()) for summed in map(staging.pack, range(len(self.buckets)))]
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return Packed(staging, sums)
+        """Copy what this rank sends to the host. Not collective; the copy is complete on return."""
+        assert self._over_host, "the thread that sends the copy must not use the GPU"
+        self._look_for_tensors()
+        staging = Staging(self.buckets, self._device, at_once=True, over_host=True)
+        packed = map(staging.pack, range(len(self.buckets)))
+        return Packed(staging, [(summed.copies, summed.sums().cpu()) for summed in packed])
 
     @torch.no_grad()
     def run(

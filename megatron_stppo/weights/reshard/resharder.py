@@ -54,6 +54,7 @@ class Resharder:
     alone. None: every version changes all.
     bucket_bytes: the most bytes that a rank sends at once; default: BUCKET_BYTES of the device.
     on_bucket: called with the index of a bucket before it is packed; an error that it raises fails the sync.
+    over_host: rows are exchanged from host memory, over gloo.
 
     Construction is collective. It raises ReshardError on all ranks if the tensors of any rank do not match
     its layout, or if two ranks made different plans.
@@ -73,11 +74,13 @@ class Resharder:
         bucket_bytes: int | None = None,
         ranks_per_node: int = 8,
         on_bucket: Callable[[int], None] = nothing,
+        over_host: bool = False,
     ) -> None:
         self._group, self._rank = group, dist.get_rank(group)
         self._on_bucket = on_bucket
         self._version, self._reason = -1, "no sync has run yet"
         self._device = next((t.device for t in [*source.values(), *target.values()]), torch.device("cpu"))
+        self._wire = torch.device("cpu") if over_host else self._device
         own_source, own_target = (side.get(self._rank, {}) for side in (source_layouts, target_layouts))
         problem = mismatch("source", source, own_source, widths, all_named=False)
         problem += mismatch("target", target, own_target, widths, all_named=True)
@@ -103,6 +106,7 @@ class Resharder:
                 group=group,
                 device=self._device,
                 bucket_bytes=bucket_bytes or BUCKET_BYTES[self._device.type],
+                over_host=over_host,
             )
             for plan in plans
         ]
@@ -125,7 +129,8 @@ class Resharder:
         self._reason = "the engine has released its memory"
 
     def pack(self) -> Packed | None:
-        """Copy what this rank sends in the next sync; None if that sync writes everything. Not collective.
+        """Copy what this rank sends in the next sync to the host; None if that sync writes everything. Not
+        collective, and only with over_host.
 
         The source tensors may change afterwards. The copy can also be sent by another Resharder with the same
         plan, of which a sync has succeeded.
@@ -135,8 +140,9 @@ class Resharder:
     def sync(self, version: int, packed: Packed | None = None) -> SyncReport:
         """Write what version `version` changes, and at first or after an error everything else. Collective.
 
-        packed: what pack() has copied on this rank, to be sent instead of the present rows. Raises
-        ReshardError on all ranks if any rank failed or any checksum differs. It is safe to call it again.
+        packed: what pack() has copied on this rank, to be sent instead of the present rows, without the GPU.
+        Raises ReshardError on all ranks if any rank failed or any checksum differs. It is safe to call it
+        again.
         """
         due = self._exchanges if self._reason else self._exchanges[-1:]
         assert packed is None or len(due) == 1, "only what every version changes is packed"
@@ -146,9 +152,8 @@ class Resharder:
         except BaseException as error:
             self._reason = f"sync to version {version} failed: {error}"
             raise
-        if self._device.type == "cuda":  # a thread that sends a copy must not wait for training
-            stream = torch.cuda.current_stream(self._device)
-            stream.synchronize() if packed is not None else torch.cuda.synchronize(self._device)
+        if self._device.type == "cuda" and packed is None:
+            torch.cuda.synchronize(self._device)
         self._version, self._reason = version, ""
         return SyncReport(
             version,
@@ -161,7 +166,7 @@ class Resharder:
 
     def _sync(self, exchange: Exchange, packed: Packed | None) -> tuple[int, int]:
         """Write the rows of an exchange. Return (copies compared, sum of their checksums) over all ranks."""
-        guard, checks = ErrorHolder(), Checks(self._group, self._device)
+        guard, checks = ErrorHolder(), Checks(self._group, self._wire)
         self._write(exchange, guard, checks, packed)
         guard(checks.sum, exchange.due)
         self._raise_together(guard.error)

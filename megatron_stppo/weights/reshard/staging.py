@@ -130,47 +130,68 @@ class Staging:
     """Two pairs of byte buffers, used alternately, and the copies between them and the tensors.
 
     The copies of a bucket are prepared when the bucket is first used. at_once: every bucket that is sent has
-    a buffer of its own, so that all can be packed before any is sent.
+    a buffer of its own, so that all can be packed before any is sent. over_host: these buffers are in host
+    memory, and a GPU copies rows to and from them by way of a buffer of its own. `pack` and `unpack` wait for
+    that.
     """
 
-    def __init__(self, buckets: list[Bucket], device: torch.device, at_once: bool = False) -> None:
-        def allocate(sizes: list[int]) -> list[Tensor]:
-            return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-
-        self._buckets = buckets
+    def __init__(
+        self, buckets: list[Bucket], device: torch.device, at_once: bool = False, over_host: bool = False
+    ) -> None:
+        self._buckets, self._over_host = buckets, over_host
         sent = [sum(bucket.send_splits) for bucket in buckets]
-        self._send = allocate(sent if at_once and sent else [max(sent, default=0)] * 2)
-        received = [sum(bucket.receive_splits) for bucket in buckets]
-        self._receive = allocate([max(received, default=0)] * 2)
+        most = max(sent, default=0), max((sum(bucket.receive_splits) for bucket in buckets), default=0)
+        wire = torch.device("cpu") if over_host else device
+        pinned = wire != device
+        self._send = _buffers(sent if at_once and sent else [most[0]] * 2, wire, pinned)
+        self._receive = _buffers([most[1]] * 2, wire, pinned)
+        # what rows are packed into, and unpacked from
+        self._packed = _buffers([most[0]], device) if over_host else self._send
+        self._arrived = _buffers([most[1]], device) if over_host else self._receive
         self._packs: dict[int, tuple[Copies, Summed]] = {}
         self._unpacks: dict[int, Copies] = {}
 
     def send(self, index: int) -> Tensor:
         """Return the buffer of the bytes that bucket `index` sends."""
-        return self._send[index % len(self._send)][: sum(self._buckets[index].send_splits)]
+        return _part(self._send, index, self._buckets[index].send_splits)
 
     def receive(self, index: int) -> Tensor:
         """Return the buffer that receives bucket `index`."""
-        return self._receive[index % 2][: sum(self._buckets[index].receive_splits)]
+        return _part(self._receive, index, self._buckets[index].receive_splits)
 
     def pack(self, index: int) -> Summed:
         """Fill `send(index)` from the source tensors.
 
         Return its copies, to be summed now: merged rows in the buffer, others in their sources.
         """
+        bucket = self._buckets[index]
+        buffer = _part(self._packed, index, bucket.send_splits)
         if index not in self._packs:
-            buffer, bucket = self.send(index), self._buckets[index]
             moves = [Move(s.copy, s.view, s.of(buffer), s.term) for s in bucket.sends]
             self._packs[index] = Copies(moves), bucket.unmerged or Summed.where_written(moves)
         copies, summed = self._packs[index]
         copies()
+        if self._over_host:
+            self.send(index).copy_(buffer)
         return summed
 
     def unpack(self, index: int) -> None:
         """Write `receive(index)` into the target tensors."""
+        bucket = self._buckets[index]
+        if not bucket.receives:  # the thread that sends a copy must not use the GPU
+            return
+        buffer = _part(self._arrived, index, bucket.receive_splits)
         if index not in self._unpacks:
-            received = self._receive[index % 2]
-            self._unpacks[index] = Copies(
-                Move(s.copy, s.of(received), s.view) for s in self._buckets[index].receives
-            )
+            self._unpacks[index] = Copies(Move(s.copy, s.of(buffer), s.view) for s in bucket.receives)
+        if self._over_host:
+            buffer.copy_(self.receive(index))
         self._unpacks[index]()
+
+
+def _buffers(sizes: Sequence[int], device: torch.device, pinned: bool = False) -> list[Tensor]:
+    return [torch.empty(size, dtype=torch.uint8, device=device, pin_memory=pinned) for size in sizes]
+
+
+def _part(buffers: Sequence[Tensor], index: int, splits: Sequence[int]) -> Tensor:
+    """Return the bytes of a bucket in the one of the buffers that it uses."""
+    return buffers[index % len(buffers)][: sum(splits)]

@@ -26,7 +26,7 @@ class Checks:
 
     A copy is summed once at its source, after the cast, and once at its target, after everything is written.
     Both ranks of a pair have the copies between them in the same order. The steps are sent() of each group of
-    copies, sum(), exchange() and compare().
+    copies, sum(), exchange() and compare(). device: from which the checksums are exchanged.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -67,5 +67,6 @@ class Checks:
     def _by_rank(self, ranks: list[int], sums: list[Tensor]) -> Tensor:
         """Return the sums ordered by rank; sums of the same rank keep their order."""
         order = sorted(range(len(ranks)), key=ranks.__getitem__)
-        together = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *sums])
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        together = torch.cat([none, *(of_group.to(self._device) for of_group in sums)])
         return together[to_device(torch.tensor(order, dtype=torch.int64, device="cpu"), self._device)]

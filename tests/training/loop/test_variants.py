@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
+from tests import orders
 from tests.documented import undocumented, unreported
 from tests.forking import stand_in
 from tests.ranks import run_ranks
@@ -75,8 +76,13 @@ def finished() -> dict[str, small_run.Done]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_iteration_runs_and_engine_and_trainer_agree(
-    config: Path, finished: dict[str, small_run.Done], name: str
+    config: Path,
+    finished: dict[str, small_run.Done],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(small_run.ENVIRONMENT, orders.FOLDER, str(tmp_path / "orders"))
     overrides = [override.format(root=config.parent) for override in CASES[name]]
     python = sys.executable if name == STARTED else ""
     with small_run.retriever(config.parent) as asked:
@@ -84,6 +90,7 @@ def test_an_iteration_runs_and_engine_and_trainer_agree(
         done = small_run.run("train", config, *given, python=python)
     finished[name] = done
     assert done.returncode == 0, done.stderr[-3000:]
+    assert name == STARTED or orders.findings(tmp_path / "orders") == []
     folder = config.parent / "runs" / name
     for part in ("importing", "engine", "models", "first reshard"):
         assert len(re.findall(rf"^megatron-stppo: {part} \d+\.\d s$", done.stderr, re.MULTILINE)) == 1, part

@@ -1,12 +1,17 @@
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import product
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_stppo.ops import BucketChecksum
+from megatron_stppo.parallel.cpu_platform import FACTORIES
 from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.plan.meter import tensors_in
 from megatron_stppo.weights.reshard.plan import RowCopy
 from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.reshard.staging import Copies, Move
@@ -19,6 +24,7 @@ from megatron_stppo.weights.sharding.low_rank import (
     low_rank_terms,
 )
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts, widths_of
+from tests import stand_in_gpu
 from tests.ranks import run_ranks
 from tests.weights.reshard.pieces import apply, blank, build_plan, checkpoint, cut, model_shape, padding_rows
 
@@ -35,7 +41,7 @@ class Hook:
         self.action(bucket)
 
 
-def case(shape, layout, serving, wire=torch.float32):
+def case(shape, layout, serving, wire=torch.float32, over_host=False):
     """Return this rank's resharder with its tensors, and their expected values."""
     widths, held, hook = row_widths(shape), checkpoint(shape), Hook()
     train, engine = training_layouts(shape, layout), serving_layouts(shape, WORLD, serving)
@@ -46,7 +52,7 @@ def case(shape, layout, serving, wire=torch.float32):
     for rows in padding_rows(engine[rank], expected[rank]):
         rows.zero_()
     target = {name: tensor.to(wire) for name, tensor in blank(engine[rank], widths).items()}
-    settings = {"bucket_bytes": BUCKET, "on_bucket": hook}
+    settings = {"bucket_bytes": BUCKET, "on_bucket": hook, "over_host": over_host}
     resharder = Resharder(sources[rank], target, train, engine, widths, **settings)
     kept = [copy for group in resharder._exchanges[-1]._groups for copy in group]
     assert all(rank in (copy.source_rank, copy.target_rank) for copy in kept), "not those of the cluster"
@@ -64,14 +70,17 @@ def refused(resharder):
 
 
 def sync_all_topologies():
-    for tied, layout, serving, wire in (
-        (False, Layout(2, 2, 1), 1, torch.float32),
-        (True, Layout(1, 2, 2), 2, torch.bfloat16),
-        (False, Layout(4, 1, 1), 2, torch.float32),
-        (True, Layout(1, 1, 4), 4, torch.float64),
+    for over_host, (tied, layout, serving, wire) in product(
+        (False, True),
+        (
+            (False, Layout(2, 2, 1), 1, torch.float32),
+            (True, Layout(1, 2, 2), 2, torch.bfloat16),
+            (False, Layout(4, 1, 1), 2, torch.float32),
+            (True, Layout(1, 1, 4), 4, torch.float64),
+        ),
     ):
         shape = model_shape(family="qwen3" if tied else "qwen2", tied=tied, vocab=1000)
-        resharder, _, target, expected = case(shape, layout, serving, wire)
+        resharder, _, target, expected = case(shape, layout, serving, wire, over_host)
         assert "no sync has run" in refused(resharder)
         reports = [resharder.sync(version) for version in (7, 8)]
         assert equal(target, expected), (layout, serving)
@@ -83,7 +92,7 @@ def sync_all_topologies():
 def merge_adapters():
     """The sums of small integers are exact in float32, whichever rows are merged together."""
     targets, r, scale = ("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"), 2, 3.0
-    for layout, serving in ((Layout(2, 2, 1), 1), (Layout(4, 1, 1), 2)):
+    for layout, serving, over_host in ((Layout(2, 2, 1), 1, False), (Layout(4, 1, 1), 2, True)):
         shape = model_shape(vocab=1000, tied=True)
         held, small = checkpoint(shape), adapter_shapes(shape, r, targets)
         for number, (key, size) in enumerate(small.items()):
@@ -99,13 +108,15 @@ def merge_adapters():
                 held[key] + scale * held[adapter_key(key, "lora_B")] @ held[adapter_key(key, "lora_A")]
             )
         target = blank(engine[rank], widths)
-        resharder = Resharder(source, target, train, engine, widths, terms, bucket_bytes=BUCKET)
+        settings = {"bucket_bytes": BUCKET, "over_host": over_host}
+        resharder = Resharder(source, target, train, engine, widths, terms, **settings)
         report = resharder.sync(0)
         expected = cut(engine[rank], held, widths)
         for rows in padding_rows(engine[rank], expected):
             rows.zero_()
         assert equal(target, expected), layout
-        assert report.compared > 0 and resharder.sync(1).checksum == report.checksum
+        packed = resharder.pack() if over_host else None
+        assert report.compared > 0 and resharder.sync(1, packed).checksum == report.checksum
 
 
 def fail_in_bucket_3():
@@ -184,6 +195,41 @@ def disagree():
     return True
 
 
+class Refusing(TorchDispatchMode):
+    """Refuses operations on tensors of a GPU (tests/stand_in_gpu.py)."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = (*args, *(kwargs or {}).values())
+        assert not any(x.is_meta for x in tensors_in(given)), func
+        return func(*args, **(kwargs or {}))
+
+
+def send_from_a_thread():
+    """Rank 0 sends a copy to rank 1 in a thread. Both have a GPU."""
+    for name in FACTORIES:  # without the CPU platform, which takes the GPU for the host
+        setattr(torch, name, getattr(torch, name).__wrapped__)
+    stand_in_gpu.install()
+    rank, shape = dist.get_rank(), model_shape(vocab=1000)
+    train, engine = training_layouts(shape, Layout()), {1: serving_layouts(shape, 1, 1)[0]}
+    widths, gpu = row_widths(shape), stand_in_gpu.StandInGpu()
+    with gpu:
+        cuts = [cut(spans, checkpoint(shape), widths) for spans in (train[0], engine[1])]
+        source, target = ({n: x.to("cuda") for n, x in side.items()} for side in cuts)
+        sides = ({}, target) if rank else (source, {})
+        resharder = Resharder(*sides, train, engine, widths, bucket_bytes=BUCKET, over_host=True)
+        resharder.sync(1)
+        packed = None if rank else resharder.pack()
+    waits = gpu.waits.copy()
+
+    def send():
+        with gpu if rank else Refusing():
+            return resharder.sync(2, packed).version
+
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(send).result() == 2
+    assert (gpu.waits == waits) == (rank == 0)
+
+
 def every_case():
     sync_all_topologies()
     merge_adapters()
@@ -195,6 +241,10 @@ def test_a_sync_equals_the_plan_and_after_an_error_generation_needs_a_complete_s
     for failed, corrupted in run_ranks(every_case, WORLD):
         assert "poisoned" in failed and "sync to version 2 failed" in failed and "OSError" in failed
         assert "poisoned" in corrupted and "arrived changed" in corrupted
+
+
+def test_the_thread_that_sends_a_copy_uses_no_gpu():
+    run_ranks(send_from_a_thread, 2)
 
 
 def test_ranks_with_different_plans_or_unplanned_tensors_raise_together():
