@@ -61,7 +61,9 @@ def test_the_model_of_the_repository_takes_the_place_of_the_cold_start_and_belon
     assert before["build"] != keys(driver, COLD)["build"]  # it has demonstrations
 
 
-@pytest.mark.parametrize("name", ["medical_choice", "chain_sums", "asynchronous", "agent", "hosted_agent"])
+@pytest.mark.parametrize(
+    "name", ["medical_choice", "chain_sums", "key_chain", "asynchronous", "agent", "hosted_agent"]
+)
 def test_another_example_goes_through_the_same_stages_with_its_own_builder_and_file(
     driver: ModuleType, name: str
 ) -> None:

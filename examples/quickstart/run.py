@@ -47,13 +47,14 @@ class Example:
 
 
 CHOICE, SUMS = HERE.parent / "medical_choice", HERE.parent / "reasoning_gym"
-HOSTED, SMOLLM2 = HERE.parent / "hosted_agent", HERE.parent / "smollm2"
+HOSTED, KEYS, SMOLLM2 = (HERE.parent / name for name in ("hosted_agent", "key_chain", "smollm2"))
 EXAMPLES = {
     "quickstart": Example(HERE / "build.py", CONFIG),
     "agent": Example(HERE / "build.py", HERE / "agent.yaml"),
     "asynchronous": Example(HERE / "build.py", HERE / "asynchronous.yaml"),
     "chain_sums": Example(SUMS / "build_sums.py", SUMS / "config.yaml"),
     "hosted_agent": Example(HOSTED / "build_hosted.py", HOSTED / "config.yaml"),
+    "key_chain": Example(KEYS / "build_keys.py", KEYS / "config.yaml"),
     "medical_choice": Example(CHOICE / "build_choice.py", CHOICE / "config.yaml"),
     "smollm2": Example(SMOLLM2 / "build_problems.py", SMOLLM2 / "config.yaml"),
     "smollm2_reasoned": Example(SMOLLM2 / "build_reasoned.py", SMOLLM2 / "reasoned.yaml"),
