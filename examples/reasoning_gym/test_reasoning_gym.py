@@ -18,7 +18,9 @@ from megatron_stppo.data import tasks
 from megatron_stppo.data.demonstrations import Row, encode
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
+from megatron_stppo.evidence.checks import fair
 from tests.environments.playing import played
+from tests.rollout.vllm.tiny import build_tokenizer
 
 package = pytest.importorskip("reasoning_gym", reason="needs megatron-stppo[reasoning-gym]")
 EXAMPLE = Path(__file__).parent
@@ -67,6 +69,17 @@ def test_a_turn_without_an_answer_is_not_valid_and_counts(seven: Task) -> None:
         assert (first.done, first.valid) == (False, False)
         # the package gives 1/2 for "70", which contains the right answer; it is the second answer
         assert (last.outcome, last.reward, last.metrics["score"]) == ("wrong", 0.25, 0.5)
+
+
+@pytest.mark.parametrize(("credit", "wrong"), [(None, 0), (0.5, 1)])
+def test_verify_finds_it_fair_unless_right_answers_earn_less(
+    credit: float | None, wrong: int, seven: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if credit is not None:
+        monkeypatch.setattr(package, "get_score_answer_fn", lambda dataset: lambda answer, entry: credit)
+    broken, unfair, episodes = fair._problems(SECTION, [seven], build_tokenizer())
+    assert broken == [] and episodes > 10
+    assert ["earns 0.5, and is right" in line for line in unfair] == [True] * wrong, unfair
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from megatron_stppo.base.types import Batch
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.learner import Learner
-from megatron_stppo.model.pipeline import forward_only
+from megatron_stppo.model.pipeline import forward_only, gather
 from megatron_stppo.model.policy_head import PolicyHead
 from megatron_stppo.observe.metrics import progress
 
@@ -96,9 +96,17 @@ class Piece:
         """Return the log-probs of the own tokens under the weights that are loaded, float32. Collective."""
         return self._answers(PolicyHead.logprob)
 
-    def largest_logits(self) -> Tensor:
-        """Return the largest abs(logit / temperature) of the own tokens. Collective."""
-        return self._answers(_largest_logits)
+    def logprobs_and_logits(self) -> tuple[Tensor, Tensor]:
+        """Return `logprobs`, and the largest abs(logit / temperature) of the own tokens. Collective."""
+        microbatches, largest = list[Microbatch](), list[Tensor]()
+
+        def answer(head: PolicyHead, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+            microbatches.append(microbatch)
+            largest.append(_largest_logits(head, hidden))
+            return head.logprob(hidden, microbatch)
+
+        logprob_T, mesh = self._answers(answer), self.learner.mesh
+        return logprob_T, gather(microbatches, largest, len(self.own_T), mesh)[self.own_T]
 
     def _answers(self, answer: Callable[[PolicyHead, Tensor, Microbatch], Tensor]) -> Tensor:
         policy, packer = self.learner.policy, self.learner.packer
@@ -127,7 +135,7 @@ class Piece:
         return f"{iteration}line {line}, turn {turn}, token {in_turn + 1}"
 
 
-def _largest_logits(head: PolicyHead, hidden: Tensor, microbatch: Microbatch) -> Tensor:
+def _largest_logits(head: PolicyHead, hidden: Tensor) -> Tensor:
     assert head.weight is not None, "the last pipeline stage has the head"
     own = head.weight[: max(0, head.vocab_size - head.mesh.tensor_rank * len(head.weight))]
     largest = [(rows @ own.T).abs().amax(-1) for rows in hidden.split(head.chunk)]
@@ -198,10 +206,11 @@ def score(
     tolerance: the limit of all tokens, in nats, in place of one for each. shown: whether progress is.
     """
     eps = max(torch.finfo(process.dtype(piece.learner.config)).eps for piece in pieces)
+    logits = list[Tensor]()
     for piece in progress(pieces, "scoring", shown):
-        piece.under[version] = piece.logprobs()
-    named_T = torch.cat([piece.under[version] for piece in pieces])
-    logit_T = torch.cat([piece.largest_logits() for piece in pieces])
+        piece.under[version], largest_T = piece.logprobs_and_logits()
+        logits.append(largest_T)
+    named_T, logit_T = torch.cat([piece.under[version] for piece in pieces]), torch.cat(logits)
     engine_T = torch.cat([piece.engine_T for piece in pieces])
     sequence_T = torch.cat([piece.sequence_T for piece in pieces])
     moved_T, nudged_T = torch.zeros_like(named_T), named_T

@@ -23,7 +23,7 @@ from megatron_stppo.training.colocated import Worker
 from megatron_stppo.weights.reshard.verify import ReshardError
 
 WEIGHTS, CACHE = "weights arrive", "the prefix cache is fresh"
-PROMPTS, PROMPT, ANSWER = 24, 300, 8  # prompts of random tokens, their length, and that of their answers
+PROMPTS, PROMPT, ANSWER = 24, 300, 8  # prompts of random tokens, tokens of the longest, and of an answer
 RATE, FASTER, STEPS = 1e-5, 4.0, 8  # learning rate of the step; its factor if it moves too little; attempts
 # How far the steps are to move the log-probs, in limits of the mean difference, and how far at least to show
 # weights that do not arrive. Adapters below a head with small weights cannot move them far.
@@ -33,11 +33,12 @@ MOVED, LEAST = 20.0, 2.0
 def arrival(stage: Stage) -> Iterator[Checked]:
     """Train two large steps, and compare the engine with the trainer after each. Collective."""
     said, stale, seen = list[str](), list[str](), _seen(stage)
-    wrong = kept = small = ""
+    stage.rollouts.load_for("score")
+    most, wrong, kept, small = stage.agreement(stage.episodes).scored.most, "", "", ""
     for _ in range(2):
         stage.rollouts.load_for("score")
         before = stage.weights()
-        moved, most = large_step(stage)
+        moved = large_step(stage, most)
         if not moved > LEAST * most:
             small = f"{STEPS} steps move the log-probs by {moved:.2g} nats, and {LEAST * most:.2g} would show"
             wrong = "" if moved > 0 else small
@@ -48,13 +49,15 @@ def arrival(stage: Stage) -> Iterator[Checked]:
             wrong = f"version {stage.version}: {error}"
             break
         fresh = _random_prompts(stage, seed=stage.version) or everywhere(stage.play())
-        again = [*_random_prompts(stage, seed=0), *everywhere(stage.play())]
+        again = [*_random_prompts(stage, seed=0), *everywhere(stage.play())] if seen else []
         stage.rollouts.load_for("score")
         arrived = stage.agreement(fresh, before)
         said.append(f"version {stage.version}: {arrived}, moved by {moved:.2g}")
         if fault := arrived.fault(stage.version):
             wrong = f"{said[-1]}; {fault}"
             break
+        if not seen:
+            continue
         cached = stage.agreement(again, before)
         stale.append(f"version {stage.version}: {cached}")
         if cached.fault(stage.version):
@@ -83,7 +86,7 @@ def _seen(stage: Stage) -> bool:
     stage.publish()  # wakes a colocated engine
     _random_prompts(stage, seed=0)
     rollouts = stage.rollouts
-    return not isinstance(rollouts, Worker) or 0 < rollouts.engine.prefix_block < _length(stage)
+    return not isinstance(rollouts, Worker) or 0 < rollouts.engine.prefix_block < _longest(stage)
 
 
 REMEDY = {
@@ -92,17 +95,17 @@ REMEDY = {
 }
 
 
-def large_step(stage: Stage) -> tuple[float, float]:
+def large_step(stage: Stage, most: float) -> float:
     """Take optimizer steps with a large learning rate until the log-probs of the episodes have moved far.
 
-    Collective. Return by how much, in nats, on average, and the limit of the mean difference. The advantages
-    are random.
+    Collective. Return by how much, in nats, on average. most: the limit of the mean difference. The
+    advantages are random.
     """
     actor, packer = stage.actor, stage.learner.packer
     random_T = stage.random_T(stage.version)
     batch = EstimatedBatch.of(stage.batch, old_logprob_T=None, advantage_T=random_T)
     stage.rollouts.load_for("score")
-    before = stage.agreement(stage.episodes).scored
+    before_T = stage.logprobs(stage.episodes)
     stage.rollouts.load_for("update")
     rate, moved = RATE, 0.0
     for _ in range(STEPS):
@@ -110,27 +113,28 @@ def large_step(stage: Stage) -> tuple[float, float]:
             actor.zero()
             forward_backward(actor.model, packer.pack(batch, minibatch), stage.loss(batch, minibatch))
             actor.step(actor.reduce(), rate_scale=rate / actor.learning_rate)
-        moved = float((stage.logprobs(stage.episodes) - before.named_T).abs().mean())
-        if moved > MOVED * before.most:
+        moved = float((stage.logprobs(stage.episodes) - before_T).abs().mean())
+        if moved > MOVED * most:
             break
         rate *= FASTER
-    return moved, before.most
+    return moved
 
 
-def _length(stage: Stage) -> int:
-    """Return the number of tokens of a random prompt."""
+def _longest(stage: Stage) -> int:
+    """Return the number of tokens of the longest random prompt."""
     return max(1, min(PROMPT, stage.config.max_context - ANSWER))
 
 
 def _random_prompts(stage: Stage, seed: int) -> list[Trajectory]:
-    """Let a colocated engine continue random tokens. Return all ranks' trajectories; none for replicas,
-    which generate within episodes only. Collective."""
+    """Let a colocated engine continue random tokens, few in most prompts. Return all ranks' trajectories;
+    none for replicas, which generate within episodes only. Collective."""
     if not isinstance(stage.rollouts, Worker):
         return []
     engine, ids = stage.rollouts.engine, f"verify-{stage.version}-{seed}-{{}}"
     generator = torch.Generator().manual_seed(1000 * seed + engine.replica)
-    shape = (PROMPTS, _length(stage))
-    prompts = torch.randint(0, stage.learner.shape.vocab, shape, generator=generator).tolist()
+    longest, vocab = _longest(stage), stage.learner.shape.vocab
+    lengths = [max(1, longest * (n + 1) ** 2 // PROMPTS**2) for n in range(PROMPTS)]
+    prompts = [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
     temperature = stage.config.rollout.temperature
     for n, prompt in enumerate(prompts):
         engine.add(ids.format(n), prompt, seed=n, max_tokens=ANSWER, temperature=temperature)

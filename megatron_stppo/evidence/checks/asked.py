@@ -30,6 +30,7 @@ from megatron_stppo.weights.sharding.low_rank import served_adapters
 
 ASKED, PLACES, ENDS = "the engine is asked as configured", "tasks are where they belong", "turns end"
 DRAWS, FEW, SAMPLES = 2, 3, 2  # iterations that are drawn; tasks of each, at least; episodes of a task
+TURN = 4  # tokens, at most
 # Sampling parameters that differ between requests, or say how vLLM returns its tokens.
 FREE = ("seed", "max_tokens", "logprobs", "detokenize", "output_kind")
 REMEDY = "rollout, evaluate, data: report this line; the episodes are not sampled as configured"
@@ -48,14 +49,14 @@ def asked(stage: Stage) -> Iterator[Checked]:
     learner, before = stage.learner, rollouts.state()
     count = max(FEW, rollouts.engine.replicas)  # each engine has some
     few = {"tasks_per_iteration": count, "samples_per_task": SAMPLES, "resample": 0}
-    rollouts.learner = replace(learner, config=config.changed(rollout=few))
+    few["max_turn_tokens"] = min(TURN, config.rollout.max_turn_tokens)
+    changed = config.changed(rollout=few, evaluate={"samples": SAMPLES})
+    rollouts.learner = replace(learner, config=changed)
     draws = [_recorded(rollouts, lambda n=n: rollouts.draw(n)) for n in range(DRAWS)]  # type: ignore[misc]
     rollouts.restore(before)
     evaluated: tuple[list[Task], list[EngineCoreRequest]] = ([], [])
     if config.data.evaluate is not None:
-        rollouts.learner = replace(learner, config=config.changed(evaluate={"samples": SAMPLES}))
         evaluated = _recorded(rollouts, lambda: _evaluation(rollouts, count))
-    rollouts.learner = learner
     drawn = [request for _, requests in draws for request in requests]
     wrong, counts = list[str](), list[int]()
     for what, requests in (("training", drawn), ("an evaluation", evaluated[1])):
@@ -64,6 +65,7 @@ def asked(stage: Stage) -> Iterator[Checked]:
         if len(set(seeds)) < len(seeds):
             wrong.append(f"{what}: {len(seeds)} requests have {len(set(seeds))} different seeds")
         wrong += of_every_rank(list(wrong_requests(rollouts, requests, what)))
+    rollouts.learner = learner
     text = f"{counts[0]} requests of {DRAWS} draws, {counts[1]} of an evaluation"
     yield judged(ASKED, not wrong, "; ".join(wrong[:3]) or text, REMEDY)
     yield _places(config, [task for played, _ in draws for task in played], evaluated[0])

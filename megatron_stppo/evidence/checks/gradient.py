@@ -131,15 +131,17 @@ class Direction:
         before: Sequence[Tensor],
     ) -> tuple[float, float]:
         """Return D and E of one step. along: |u|."""
-        values, moved = [], list[list[Tensor]]()
-        for sign in (1, -1):
+        values, change = list[float](), list[Tensor]()
+        for sign in (1, -1):  # in place: a new tensor for an embedding costs more than the sum
             for weight, old, u in zip(weights, before, self.u, strict=True):
-                weight.copy_(old + sign * step / along * u)
-            moved.append([weight.clone() for weight in weights])
+                torch.add(old, u, alpha=sign * step / along, out=weight)
             values.append(f())
+            if sign > 0:
+                change = [weight.clone() for weight in weights]
+        for up, weight in zip(change, weights, strict=True):
+            up -= weight
         for weight, old in zip(weights, before, strict=True):
             weight.copy_(old)
-        change = [up - down for up, down in zip(*moved, strict=True)]
         by_gradient = self.counted.dot(self.pieces, self.gradient, change)
         return (values[0] - values[1]) / (2 * step), by_gradient / (2 * step)
 

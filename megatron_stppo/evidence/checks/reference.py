@@ -89,8 +89,7 @@ def rates(stage: Stage) -> Iterator[Checked]:
         warmup = math.ceil(section.warmup_fraction * total)
         with _recorded(trainer) as recorded:
             for trainer.updates in (0, 1, warmup // 2, warmup, total - 1, 3 * total):
-                trainer.zero()
-                trainer.step(trainer.reduce())
+                trainer.step(0.0)
             if role == "actor":
                 update(_actor_alone(stage), batch, config.run.iterations)
         for number, group in recorded:

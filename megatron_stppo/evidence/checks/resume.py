@@ -93,7 +93,7 @@ class Snapshot:
 def resume(stage: Stage) -> Iterator[Checked]:
     """Train two iterations, with a checkpoint between, and repeat the second one after it. Collective."""
     rollouts, config = stage.rollouts, stage.config
-    rollouts.learner = replace(stage.learner, config=_small(config))
+    rollouts.learner = replace(stage.learner, config=_small(config, stage.learner.mesh.data_size))
     checkpoints = Checkpoints(stage.learner.config, stage.learner)
     rollouts.publish(stage.version)  # so that the engine is awake
     _iterate(stage)
@@ -134,13 +134,15 @@ def resume(stage: Stage) -> Iterator[Checked]:
     )
 
 
-def _small(config: Config) -> Config:
-    """Return the configuration with steps of the actor in all iterations, and without more episodes.
+def _small(config: Config, data: int) -> Config:
+    """Return the configuration with steps of the actor in all iterations, and with few episodes.
 
     The engine waits for tools: otherwise their time decides which turns it computes together, and the last
-    bits of the log-probs.
+    bits of the log-probs. data: the size of data parallelism.
     """
-    return config.changed(rollout={"resample": 0, "overlap_tools": False}, update={"critic_only": 0})
+    least = -(-2 * config.update.minibatches * data // config.rollout.tasks_per_iteration)
+    few = {"samples_per_task": min(config.rollout.samples_per_task, max(2, least)), "resample": 0}
+    return config.changed(rollout=few | {"overlap_tools": False}, update={"critic_only": 0})
 
 
 def _iterate(stage: Stage, played: Played | None = None) -> Iterated:

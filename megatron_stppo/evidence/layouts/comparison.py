@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from megatron_stppo.base.types import UpdatedBatch
 from megatron_stppo.checkpoint.convert import gather
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
-from megatron_stppo.evidence.bench.trial import Trial, random_batch
+from megatron_stppo.evidence.bench.trial import BLOCK, Trial, random_batch
 from megatron_stppo.evidence.layouts.cases import Case, cases
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
@@ -66,6 +66,11 @@ class Measured:
     logprob_T: Tensor  # float32 [T], before the step
     before: dict[str, Tensor]
     after: dict[str, Tensor]
+
+    @cached_property
+    def moved(self) -> dict[str, float]:
+        """The norm of the change of each tensor in the step."""
+        return {name: _distance(after, self.before[name]) for name, after in self.after.items()}
 
 
 @dataclass(frozen=True)
@@ -191,11 +196,15 @@ def _weights_apart(measured: Measured, first: Measured) -> dict[str, float]:
     """
     apart = {}
     for name, after in first.after.items():
-        moved = float((after.double() - first.before[name].double()).norm())
-        difference = float((measured.after[name].double() - after.double()).norm())
-        value = difference / max(moved, 1e-12)
+        value = _distance(measured.after[name], after) / max(first.moved[name], 1e-12)
         apart[name] = math.inf if math.isnan(value) else value  # so that max() finds a NaN
     return apart
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the norm of a - b, in float64."""
+    blocks = zip(a.flatten().split(BLOCK), b.flatten().split(BLOCK), strict=True)
+    return math.hypot(*(float((x.double() - y.double()).norm()) for x, y in blocks))
 
 
 def measure(

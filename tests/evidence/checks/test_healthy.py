@@ -1,4 +1,4 @@
-"""No check of `verify` fails in healthy runs: families, presets, layouts, adapters and replicas."""
+"""No check of `verify` fails in healthy runs: families, presets, layouts, adapters, replicas and options."""
 
 from __future__ import annotations
 
@@ -60,18 +60,50 @@ RUNS: dict[str, tuple[int, str, tuple[str, ...]]] = {  # {name: (ranks, family, 
     "replica, adapters": (1, "qwen3", (*SERVED, *ADAPTERS)),
     "replica, two ranks": (2, "qwen3", (*LAYOUTS["tensor"], "serving.replicas=1")),
 }
+GRPO = (*ONE, "algorithm.preset=grpo", *GROUPS)
+MASK, KL, TOP_P = "algorithm.truncated=mask", "algorithm.rate=kl", "rollout.top_p=0.9"
+K3 = "algorithm.kl_in=loss algorithm.kl_estimator=k3"
+OVERLONG = "algorithm.overlong_from=4 algorithm.overlong_to=16"
+R2, R3 = "algorithm.routing_replay=old_policy", "algorithm.routing_replay=rollout"
+TURNS = "algorithm.advantage=group_turn algorithm.gamma=0.9"
+BOOTSTRAP, OBSERVED = "algorithm.truncated=bootstrap", "algorithm.gae_observations=true"
+OPTIONS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    # {name: (family, overrides, options that are on together, and each alone if a check fails)}
+    "of st_ppo": ("qwen3", ONE, (BOOTSTRAP, OBSERVED, KL, K3, TOP_P)),
+    "of grpo": ("qwen3", GRPO, (MASK, OVERLONG, KL, K3, TOP_P)),
+    "of group_turn": ("qwen3_moe", GRPO, (TURNS, MASK, OVERLONG, R2)),
+    "with the engine's experts": ("qwen3_moe", ONE, (R3, MASK, OVERLONG)),
+}
+
+
+def faults(folder: Path, ranks: int, family: str, given: tuple[str, ...]) -> str:
+    """Return the output of `verify` if it fails, else ""."""
+    folder.mkdir(exist_ok=True)
+    config, out = small_run.write(folder), folder / "verify.json"
+    build_model(folder / "own", family)
+    honest = ("environment.kind=search", "environment.max_turns=3")  # that of the file pays for any text
+    words = ("verify", str(config), f"model.path={folder / 'own'}", *honest, *given)
+    done = small_run.run_command((*words, "--json", str(out)), ranks=ranks)
+    lines = json.loads(out.read_text()) if out.exists() else []
+    if done.returncode or len(lines) < 12:
+        return done.stdout + done.stderr[-3000:]
+    assert {line["verdict"] for line in lines} <= {"ok", "skipped"}
+    return ""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_a_healthy_run_has_no_failed_check(name: str, tmp_path: Path) -> None:
-    ranks, family, given = RUNS[name]
-    config = small_run.write(tmp_path)
-    build_model(tmp_path / "own", family)
-    out = tmp_path / "verify.json"
-    honest = ("environment.kind=search", "environment.max_turns=3")  # that of the file pays for any text
-    words = ("verify", str(config), f"model.path={tmp_path / 'own'}", *honest, *given)
-    done = small_run.run_command((*words, "--json", str(out)), ranks=ranks)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    lines = json.loads(out.read_text())
-    assert {line["verdict"] for line in lines} <= {"ok", "skipped"} and len(lines) >= 12
+    wrong = faults(tmp_path, *RUNS[name])
+    assert not wrong, wrong
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_together_have_no_failed_check(name: str, tmp_path: Path) -> None:
+    family, given, options = OPTIONS[name]
+    if wrong := faults(tmp_path, 1, family, (*given, *" ".join(options).split())):
+        alone = {
+            option: faults(tmp_path / option, 1, family, (*given, *option.split())) for option in options
+        }
+        raise AssertionError(f"{[option for option in options if alone[option]]} fail alone; {wrong}")

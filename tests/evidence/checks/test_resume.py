@@ -97,7 +97,7 @@ FOUND = {
     step_count_of_adam: "actor: Adam's steps",
     order_from_the_start: "tasks",
     skipped_tasks: "tasks",
-    seeds_from_the_start: "0 of 8 episodes",
+    seeds_from_the_start: "0 of 4 episodes",
     other_master_weights: "actor: weights",
 }
 
