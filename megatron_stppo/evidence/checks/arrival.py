@@ -56,9 +56,7 @@ def arrival(stage: Stage) -> Iterator[Checked]:
         if fault := arrived.fault(stage.version):
             wrong = f"{said[-1]}; {fault}"
             break
-        if not seen:
-            continue
-        cached = stage.agreement(again, before)
+        cached = stage.agreement(again, before) if seen else arrived
         stale.append(f"version {stage.version}: {cached}")
         if cached.fault(stage.version):
             kept = stale[-1]

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,19 +58,14 @@ NUMBERS = (
 class Measured:
     """The result of a step.
 
-    `before` and `after` are the weights by role and Hugging Face name, on rank 0; empty on other ranks.
-    `before` is also empty in all cases but the first.
+    `after` are the weights by role and Hugging Face name, on rank 0, and `moved` the norms of their changes
+    in the step; empty on other ranks. `moved` is also empty in all cases but the first.
     """
 
     numbers: dict[str, float]  # the values of NUMBERS, by name
     logprob_T: Tensor  # float32 [T], before the step
-    before: dict[str, Tensor]
+    moved: dict[str, float]
     after: dict[str, Tensor]
-
-    @cached_property
-    def moved(self) -> dict[str, float]:
-        """The norm of the change of each tensor in the step."""
-        return {name: _distance(after, self.before[name]) for name, after in self.after.items()}
 
 
 @dataclass(frozen=True)
@@ -235,7 +230,8 @@ def measure(
     numbers = actor_step(actor.trainer, loss, minibatch, packer).metrics
     numbers |= critic_step(critic.trainer, batch, minibatch, config.algorithm.value_clip, packer)
     after = _weights(actor) | _weights(critic)
-    return Measured({name: numbers[name] for name in NUMBERS}, logprob_T, before, after)
+    moved = {name: _distance(after[name], weight) for name, weight in before.items()}
+    return Measured({name: numbers[name] for name in NUMBERS}, logprob_T, moved, after)
 
 
 def _weights(trial: Trial) -> dict[str, Tensor]:
