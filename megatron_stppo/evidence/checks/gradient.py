@@ -42,6 +42,7 @@ from megatron_stppo.training.update.actor_step import SUMS, actor_step
 from megatron_stppo.training.update.critic_step import critic_step
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
+Tensors = Sequence[Tensor]
 STEPS = 6  # at most
 FACTOR = 4  # between two steps
 # Largest allowed difference of the slopes, relative to the larger one, besides the estimated errors.
@@ -93,8 +94,8 @@ class Direction:
 
     counted: Counted
     pieces: Sequence[Piece]
-    u: Sequence[Tensor]  # of each piece, of any length
-    gradient: Sequence[Tensor]  # g of each piece
+    u: Tensors  # of each piece, of any length
+    gradient: Tensors  # g of each piece
 
     def slope(self, f: Callable[[], float], scale: float) -> Slope:
         """Return the derivative of f along u / |u|. Collective; the weights are as before afterwards.
@@ -123,25 +124,18 @@ class Direction:
         return min(estimates, key=lambda slope: slope.error / slope.size if slope.size else 0.0)
 
     def _difference(
-        self,
-        f: Callable[[], float],
-        step: float,
-        along: float,
-        weights: Sequence[Tensor],
-        before: Sequence[Tensor],
+        self, f: Callable[[], float], step: float, along: float, weights: Tensors, before: Tensors
     ) -> tuple[float, float]:
         """Return D and E of one step. along: |u|."""
-        values, change = list[float](), list[Tensor]()
-        for sign in (1, -1):  # in place: a new tensor for an embedding costs more than the sum
+        values, moved = [], list[list[Tensor]]()
+        for sign in (1, -1):
             for weight, old, u in zip(weights, before, self.u, strict=True):
                 torch.add(old, u, alpha=sign * step / along, out=weight)
+            moved.append([weight.clone() for weight in weights])
             values.append(f())
-            if sign > 0:
-                change = [weight.clone() for weight in weights]
-        for up, weight in zip(change, weights, strict=True):
-            up -= weight
         for weight, old in zip(weights, before, strict=True):
             weight.copy_(old)
+        change = [up.sub_(down) for up, down in zip(*moved, strict=True)]
         by_gradient = self.counted.dot(self.pieces, self.gradient, change)
         return (values[0] - values[1]) / (2 * step), by_gradient / (2 * step)
 

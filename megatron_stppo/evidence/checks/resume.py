@@ -63,9 +63,8 @@ class Snapshot:
             for kind, held in (("weights", weights), ("optimizer", list(trainer.states()))):
                 tensors[f"{role}: {kind}"] = [t.detach().to("cpu", copy=True) for t in held]
             steps = (trainer.updates, trainer.skipped, trainer.warmup, trainer.learning_rate)
-            numbers[f"{role}: steps"] = steps
-            numbers[f"{role}: memory"] = repr(trainer.memory)
-            numbers[f"{role}: Adam's steps"] = _adam_steps(trainer)
+            more = {"steps": steps, "memory": repr(trainer.memory), "Adam's steps": _adam_steps(trainer)}
+            numbers |= {f"{role}: {name}": value for name, value in more.items()}
         return cls(tensors, numbers)
 
     def differences(self, other: Snapshot, before: Snapshot | None = None) -> list[str]:
