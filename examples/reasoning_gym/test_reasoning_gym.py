@@ -71,15 +71,15 @@ def test_a_turn_without_an_answer_is_not_valid_and_counts(seven: Task) -> None:
         assert (last.outcome, last.reward, last.metrics["score"]) == ("wrong", 0.25, 0.5)
 
 
-@pytest.mark.parametrize(("credit", "wrong"), [(None, 0), (0.5, 1)])
+@pytest.mark.parametrize("credit", [1.0, 0.5])
 def test_verify_finds_it_fair_unless_right_answers_earn_less(
-    credit: float | None, wrong: int, seven: Task, monkeypatch: pytest.MonkeyPatch
+    credit: float, seven: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if credit is not None:
-        monkeypatch.setattr(package, "get_score_answer_fn", lambda dataset: lambda answer, entry: credit)
+    score = package.get_score_answer_fn("chain_sum")
+    monkeypatch.setattr(package, "get_score_answer_fn", lambda _: lambda *of: credit * score(*of))
     broken, unfair, episodes = fair._problems(SECTION, [seven], build_tokenizer())
     assert broken == [] and episodes > 10
-    assert ["earns 0.5, and is right" in line for line in unfair] == [True] * wrong, unfair
+    assert [line.endswith("and is right") for line in unfair] == [True] * (credit < 1), unfair
 
 
 @pytest.mark.parametrize(
