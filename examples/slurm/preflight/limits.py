@@ -41,7 +41,7 @@ LIMITS = (
           "all-reduce of two nodes", f"{TCP}; if one node is in all slow pairs, {EXCLUDE}"),
     Limit(ALL, "0.7 of the value for a pair", "GB/s", "a large fabric gives less than a pair",
           "all-reduce of all nodes", "if all pairs pass, links between switches are slow"),
-    *(Limit(SWAPS[name], "half of the all-reduce's", "GB/s", "the reshard and experts send in this way", row,
+    *(Limit(SWAPS[name], "half of the all-reduce's", "GB/s", "reshard and experts use it", row,
             "as for the all-reduce")
       for name, row in ((NODE, "all-to-all within a node"), (PAIR, "all-to-all of two nodes"),
                         (ALL, "all-to-all of all nodes"))),

@@ -68,8 +68,8 @@ def measure_adapters(report: RankReport, adapters: Path = ADAPTERS) -> None:
 
     Example: a file ports/1/rate with "400 Gb/sec (4X NDR)" counts as 50 GB/s.
     """
-    ports = [port for port in adapters.glob("*/ports/*") if "ACTIVE" in (port / "state").read_text()]
-    rates = [float((port / "rate").read_text().split()[0]) for port in ports]
+    ports = [p for p in adapters.glob("*/ports/*") if "ACTIVE" in (p / "state").read_text(encoding="utf-8")]
+    rates = [float((port / "rate").read_text(encoding="utf-8").split()[0]) for port in ports]
     report.texts["network adapters"] = f"{len(rates)} ports, {sum(rates):g} Gbit/s"
     report.numbers.append((NETWORK, report.node, sum(rates) / 8))
 
