@@ -6,14 +6,15 @@ The GPU's peak rates are the manufacturer's; none of them was measured. Does not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Gpu:
 H100 = Gpu(
     name="H100 80GB",
     memory=int(79.1 * GIB),
-    reserve=int(8 * GIB),
+    reserve=int(3 * GIB),
     flops=989e12,
     memory_rate=3.35e12,
     node_rate=450e9,
@@ -47,10 +48,37 @@ H100 = Gpu(
     sources=(
         "989 TFLOP/s dense bfloat16, 3.35 TB/s, NVLink 450 GB/s each way: NVIDIA's H100 SXM5 data sheet",
         "400 GB/s per node of 8 each way: eight 400 Gb/s adapters (NVIDIA's DGX H100 data sheet)",
-        "8 of 79.1 GiB for memory outside tensors: megatron's communicators on 8 H100 hold 7 GB per rank, "
-        "with experts 9.5 (verl's pull request 6408); CUDA, a sleeping engine's graphs, fragmentation",
+        "3 of 79.1 GiB for CUDA and its libraries, a sleeping engine's graphs, and fragmentation",
+        "communicators: 1.2 x the buffers of NCCL 2.30: 24 channels that sum in a node, 16 between nodes, 32 "
+        "that send, and per channel 12 MiB for a neighbour in the node, 20 for one in another node",
     ),
 )
+
+
+def communicator(ranks: Sequence[int], kind: str, per_node: int) -> int:
+    """Return the bytes of a rank's communicator of NCCL, with NCCL's defaults on nodes of 8 H100.
+
+    kind: as in parallel/groups.py. From NCCL 2.30; CUDA maps memory in blocks of 2 MiB:
+
+    - 3 tables for each of 32 channels (src/channel.cc);
+    - a connection receives into 4 MiB (NCCL_BUFFSIZE), 4.7 (LL128) and 0.5 (LL) with a header, and sends from
+      a header: 10 + 2 MiB. Between nodes it has buffers at both ends: 10 + 10 (src/transport/);
+    - sums run on 24 channels in a node, 16 between nodes, in rings and trees: 2 neighbours, 1 if there are 2
+      ranks;
+    - to send to one rank, 32 channels in a group of one node, 4 in others (src/graph/paths.cc), and for other
+      nodes one pool of 32 MiB for each direction.
+
+    Times 1.2, because two measurements are larger: about 1 GiB of 4 ranks that sum (vLLM's pull request
+    51485), 3.28 GB of 8 ranks that swap (NCCL's issue 1685); here 0.90 GiB and 3.6 GB.
+    """
+    of_node = Counter(rank // per_node for rank in ranks)
+    alone = len(of_node) == 1
+    if kind == "sum":
+        size = min(2, len(ranks) - 1) * (24 * 12 if alone else 16 * 20)
+    else:
+        peers = max(of_node.values()) - 1
+        size = (min(2, peers) if kind == "pass" else peers) * 12 * (32 if alone else 4) + 64 * (not alone)
+    return int(1.2 * (3 * 2 * 32 + size) * MIB)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ arithmetic (usage.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.division import Packer
@@ -16,8 +17,9 @@ from megatron_stppo.model import build, fusions
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.offload import Offload
 from megatron_stppo.model.pipeline import packer_of
+from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.assumptions import H100, Gpu
+from megatron_stppo.plan.assumptions import H100, Gpu, communicator
 from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.memory import RankModels
 from megatron_stppo.plan.times import Bounds, bounds
@@ -100,6 +102,9 @@ def plan_of(use: TrainingUse, shape: ModelShape, gpu: Gpu = H100) -> Plan:
     alike = layers_to_plan(shape, use.layout)
     serving = serving_layouts(shape, gpus, config.engine_tensor)
     engine = engine_use(config, shape, gpu)
+    if gpus > 1 and gpu.is_cuda:
+        reshard = communicator(range(gpus), "swap", gpu.per_node)
+        engine = replace(engine, communicators=engine.communicators + reshard)
     moves = exchange(use.spans, serving, widths, alike, size, gpu)
     return Plan(
         gpu=gpu,
@@ -152,6 +157,12 @@ def _of_kind(
     columns = shape.padded_vocab(mesh.tensor_size) // mesh.tensor_size
     size = torch.float32.itemsize if config.model.float32_logits(gpu.is_cuda) else dtype.itemsize
     logits = min(rows, len(microbatch.target_T)) * columns * size
+    used_groups = groups.exchanges(mesh, config, shape.experts > 0, shape.tied)
+    communicators = sum(
+        communicator(dist.get_process_group_ranks(group), kind, gpu.per_node)
+        * (2 if kind == "pass" and mesh.layout.virtual > 1 else 1)  # megatron connects pairs then
+        for group, kind in used_groups
+    )
     layers = sum(len(run) for run in mesh.layout.chunks(shape.layers, mesh.pipeline_rank))
     stages = [
         StageUse(
@@ -165,6 +176,7 @@ def _of_kind(
             },
             trunk=used.trunk,
             buffers=used.buffers,
+            communicators=communicators if gpu.is_cuda else 0,
             logits=logits if stage == mesh.layout.pipeline - 1 else 0,
         )
         for stage, count in kind.stages.items()

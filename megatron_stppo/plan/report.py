@@ -92,6 +92,13 @@ def _opening(plan: Plan) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     moves, times, engine, host = plan.exchange, plan.bounds, plan.engine, plan.host
     longest, sharing = plan.use.work.longest, plan.use.sharing
+    room, stage, phase = min(
+        (plan.gpu.usable - total, stage.stage, phase)
+        for stage in plan.use.stages
+        for phase, total in stage.totals(*plan.beside).items()
+    )
+    of = f" of stage {stage}" if plan.use.layout.pipeline > 1 else ""
+    yield f"slack: at least {room / GIB:.1f} GiB, in {phase}{of}"
     yield (
         f"engine: keys and values of {engine.cached_tokens} tokens, {engine.cached_tokens // longest} "
         f"trajectories of {longest} at once; its working memory is estimated, not measured"

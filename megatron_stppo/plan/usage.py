@@ -12,7 +12,7 @@ import torch
 from megatron_stppo.config import Config
 from megatron_stppo.model.offload import MAY_LEAVE, NEEDED, Offload, Phase
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.assumptions import GIB, Gpu
+from megatron_stppo.plan.assumptions import GIB, Gpu, communicator
 from megatron_stppo.plan.memory import ModelUse
 from megatron_stppo.plan.work import Sharing, Work
 from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
@@ -34,6 +34,7 @@ class EngineUse:
     cache: int  # the rest, for keys and values; negative if weights and working exceed the share
     cache_per_token: int
     state: int = 0  # of a sequence, in recurrent layers
+    communicators: int = 0  # of the engine, and of the reshard to it
 
     @property
     def cached_tokens(self) -> int:
@@ -51,7 +52,8 @@ class EngineUse:
         working += sequences * state
         budget = int(config.rollout.gpu_memory_utilization * gpu.memory)
         per_token = size * sum(mixer.cached(tensor) for mixer in shape.mixers)
-        return cls(weights, working, budget - weights - working, per_token, state)
+        own = communicator(range(tensor), "sum", gpu.per_node) if tensor > 1 and gpu.is_cuda else 0
+        return cls(weights, working, budget - weights - working, per_token, state, own)
 
 
 NO_ENGINE = EngineUse(0, 0, 0, 1)  # of GPUs that train and do not serve
@@ -69,6 +71,7 @@ class StageUse:
     in_flight: Mapping[str, int]  # by role
     trunk: int  # frozen weights that all models share; 0 without adapters
     buffers: int  # of megatron, shared by all models
+    communicators: int
     logits: int  # one chunk of logits on the last stage; already included in the models' numbers
 
     def held(self, phase: Phase, offload: Offload) -> dict[str, int]:
@@ -81,6 +84,7 @@ class StageUse:
             "gradients": 0 if "gradients" in away else sum(use.gradients for use in models),
             "optimizer": 0 if "optimizer" in away else sum(use.optimizer for use in models),
             "buffers": self.buffers + sum(use.buffers for use in models),
+            "communicators": self.communicators,
         }
 
     def updating(self, role: str) -> int:
@@ -104,7 +108,8 @@ class StageUse:
             "score": {"at work": max((models[role].scoring for role in self.scored), default=0)},
             "update": {"in flight": kept, "at work": updating[busiest] - kept},
         }
-        return {phase: self.held(phase, offload) | items for phase, items in at_work.items()}
+        every = {"communicators": self.communicators + engine.communicators}
+        return {phase: self.held(phase, offload) | every | items for phase, items in at_work.items()}
 
     def totals(self, engine: EngineUse, staging: int, offload: Offload) -> dict[Phase, int]:
         phases = self.phases(engine, staging, offload)

@@ -188,3 +188,58 @@ def newest(source: str, episodes: int) -> tuple[int, str]:
 
     batch, found = newest_batch(Path(source), episodes)
     return len(batch.live_N), f"{found}"
+
+
+LEFT_OUT = {
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
+    "PIPELINE_MODEL_PARALLEL_GROUP",
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+}
+
+
+def exchanging(dense: str, experts: str) -> dict[str, tuple[set[str], set[str]]]:
+    """Return {layout: (groups in which tensors of a GPU are exchanged in a dry run, those that are listed)}.
+
+    A dry run leaves out the norm of the gradients, what pipeline stages send, and recorded experts.
+    """
+    from unittest import mock
+
+    import torch
+    from torch.distributed import ProcessGroup
+
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.plan.dry_run import plan
+    from megatron_stppo.plan.meter import Meter, tensors_in
+
+    met, listed, dispatch, of = set[str](), set[str](), Meter.__torch_dispatch__, groups.exchanges
+
+    def seen(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and any(x.is_meta for x in tensors_in(args)):
+            boxed = [
+                x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
+            ]
+            met.update(ProcessGroup.unbox(group).group_desc for group in boxed)
+        return dispatch(self, func, types, args, kwargs)
+
+    def noted(*given: Any) -> list[groups.GroupUse]:
+        exchanges = of(*given)
+        listed.update(group.group_desc for group, _ in exchanges)
+        return exchanges
+
+    layouts = {
+        "tensor, context": (dense, {"tensor": 2, "sequence": True, "context": 2}),
+        "pipeline, tied": (dense, {"pipeline": 2, "virtual": 2}),
+        "experts": (experts, {"tensor": 2, "sequence": True, "expert": 2}),
+        "one": (dense, {}),
+    }
+    found = {}
+    for name, (folder, parallel) in layouts.items():
+        met.clear()
+        listed.clear()
+        with (
+            mock.patch.object(Meter, "__torch_dispatch__", seen),
+            mock.patch.object(groups, "exchanges", noted),
+        ):
+            plan(settings(folder, {"dtype": "auto"}, parallel), 1 if name == "one" else 8)
+        found[name] = (set(met), listed - LEFT_OUT)
+    return found

@@ -88,3 +88,17 @@ def test_too_few_gpus_for_a_trainer_and_a_replica_are_refused(config: Config) ->
     assert found.left_out == (
         "16 GPUs: parallel.tensor * context * pipeline = 16 GPUs train, and none is left for a replica",
     )
+
+
+def test_a_communicator_has_its_tables_and_a_connection_per_channel_and_neighbour() -> None:
+    """Tables take 192 MiB; 24 channels 12 each in a node, 16 take 20 between nodes; 32 send to a rank."""
+    for ranks, kind, mebibytes in (
+        ((0,), "sum", 192),
+        ((0, 1), "sum", 192 + 24 * 12),
+        (range(4), "sum", 192 + 2 * 24 * 12),
+        (range(0, 32, 8), "sum", 192 + 2 * 16 * 20),
+        (range(8), "swap", 192 + 7 * 32 * 12),
+        (range(16), "swap", 192 + 7 * 4 * 12 + 64),
+        ((0, 8), "pass", 192 + 64),
+    ):
+        assert assumptions.communicator(ranks, kind, 8) == int(1.2 * mebibytes * 2**20), (ranks, kind)

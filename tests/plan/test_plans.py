@@ -169,3 +169,21 @@ def test_a_teacher_takes_the_memory_of_its_own_size(
     folders = tuple(str(tmp_path / family) for family in ("Llama", "Qwen3Moe"))
     for wanted, planned, weights in planner.submit(small_plans.teachers, str(model), folders).result():
         assert planned == pytest.approx(wanted / 2, rel=0.02) and weights == 2 * planned
+
+
+def test_groups_that_are_connected_at_the_start_are_those_that_a_step_uses(
+    model: Path, planner: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    real_step.write_model(tmp_path / "tied", num_hidden_layers=4, tie_word_embeddings=True)
+    real_step.write_model(tmp_path / "experts", "Qwen3Moe", num_hidden_layers=1)
+    folders = (str(tmp_path / "tied"), str(tmp_path / "experts"))
+    for layout, (used, listed) in planner.submit(small_plans.exchanging, *folders).result().items():
+        assert used == listed, layout
+
+
+def test_every_example_leaves_two_gib_free() -> None:
+    for folder, _, plan, _ in PLANNED:
+        slack = re.search(
+            r"^slack: at least ([\d.]+) GiB", (EXAMPLES / folder / plan).read_text(), re.MULTILINE
+        )
+        assert slack is not None and float(slack[1]) >= 2, (folder, plan)

@@ -200,7 +200,10 @@ def start(config: Config, is_alone: bool = True) -> MeshRank:
 
     is_alone: see `meeting` in cluster/launch/rendezvous.py.
     """
+    import torch
+
     from megatron_stppo.parallel import groups
+    from megatron_stppo.weights.sharding.hf_names import read_shape
 
     check(config)
     if _has_gpu():
@@ -208,6 +211,10 @@ def start(config: Config, is_alone: bool = True) -> MeshRank:
     join(config.timeout, is_alone, config.serving.replicas or 0, config.engine_tensor)
     with ends_at_sigterm():
         mesh = groups.initialize(config.parallel, config.timeout)
+        if _has_gpu():  # before the engine and the models take memory
+            shape = read_shape(config.model.path)
+            found = groups.exchanges(mesh, config, shape.experts > 0, shape.tied)
+            groups.connect(found, mesh.layout.virtual, torch.device("cuda", torch.cuda.current_device()))
     if mesh.rank == 0:
         say(_opening(config, mesh))
     return mesh

@@ -1,0 +1,40 @@
+"""One element goes through every group before anything else takes memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_stppo.cluster.launch import process
+from megatron_stppo.config import Config
+from tests.ranks import run_ranks
+
+EXPERTS = {"sum 1", "sum 2", "sum 4", "swap 2"}
+
+
+def connected(parallel: dict[str, int]) -> set[str]:
+    process.prepare(engine=False)
+    from megatron_stppo.parallel import groups
+
+    config = Config.model_validate({"model": {"path": "m"}, "parallel": parallel})
+    mesh = groups.initialize(config.parallel)
+    found = groups.exchanges(mesh, config, "expert" in parallel, tied=True)
+    groups.connect(found, mesh.layout.virtual, torch.device("cpu"))
+    dist.barrier()
+    return {f"{kind} {group.size()}" for group, kind in found}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ends", "between"),
+    [
+        ({"pipeline": 4}, {"sum 1", "sum 2", "sum 4", "pass 4"}, {"sum 1", "sum 4", "pass 4"}),
+        ({"pipeline": 2, "virtual": 2}, {"sum 2", "sum 4", "pass 2"}, {"sum 2", "sum 4", "pass 2"}),
+        ({"tensor": 2, "expert": 2}, EXPERTS, EXPERTS),
+    ],
+)  # fmt: skip
+def test_all_ranks_pass_through_all_their_groups(
+    parallel: dict[str, int], ends: set[str], between: set[str]
+) -> None:
+    first, second, third, last = run_ranks(connected, 4, parallel)
+    assert (first, last, second, third) == (ends, ends, between, between)
