@@ -252,6 +252,7 @@ def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: i
 def _opening(config: Config, mesh: MeshRank) -> str:
     """Return one line: layout, algorithm, device, dtype, kernels, and missing optional packages."""
     import torch
+    from megatron.core.optimizer import Adam
 
     from megatron_stppo.cluster.launch import doctor
     from megatron_stppo.model import fusions
@@ -274,6 +275,7 @@ def _opening(config: Config, mesh: MeshRank) -> str:
         f"prefixes not shared ({obstacle})" if obstacle else "prefixes shared",
         f"ops in {'csrc' if extension.serves(torch.device('cuda' if gpu else 'cpu')) else 'plain torch'}",
         *([fusions.summary(_place(config), config.megatron)] if gpu else []),
+        *([f"{Adam.__name__} of {Adam.__module__.partition('.')[0]}"] if gpu else []),
         *([f"{connections.NVLS}={os.environ[connections.NVLS]}"] if connections.NVLS in os.environ else []),
         *(f"without {name}: {cost}" for name, cost in doctor.missing() if gpu),
     ]
