@@ -2,12 +2,15 @@
 
 A request is recorded where vLLM gets it. Every field of its sampling parameters is compared, also those that
 no field of the configuration names: they must be vLLM's defaults.
+
+The tasks of the draws must be the next ones of the run's cursor, whose epochs must have each task once. With
+rollout.resample, the rewards of every second group are made equal, so that others take their places.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,20 +18,23 @@ import torch.distributed as dist
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from megatron_stppo.base.types import Task
+from megatron_stppo.base.types import FAILED, Task
 from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.data.exchange import Played
+from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.environments import choose
 from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank
+from megatron_stppo.evidence.checks.rewards import rewarded
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.rollout.episodes.fitting import FittingTasks
+from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks
 from megatron_stppo.training.colocated import Worker
 from megatron_stppo.training.rollouts import evaluate_tasks, held_out_tasks
 from megatron_stppo.weights.sharding.low_rank import served_adapters
 
 ASKED, PLACES, ENDS = "the engine is asked as configured", "tasks are where they belong", "turns end"
+DRAWN = "tasks are drawn in their turn"
 DRAWS, FEW, SAMPLES = 2, 3, 2  # iterations that are drawn; tasks of each, at least; episodes of a task
 TURN = 4  # tokens, at most
 # Sampling parameters that differ between requests, or say how vLLM returns its tokens.
@@ -41,20 +47,30 @@ def asked(stage: Stage) -> Iterator[Checked]:
     yield _ends(stage)
     rollouts, config = stage.rollouts, stage.config
     if not isinstance(rollouts, Worker):
+        cursor = TaskCursor(fitting_tasks(config, "train", shown=False).tasks, config.run.seed)
+        yield _in_turn(cursor, wrong_epochs(cursor))
         yield from (
             Checked(line, "skipped", "replicas have engines of their own") for line in (ASKED, PLACES)
         )
         return
+    assert rollouts.cursor is not None, "verify requires data.train"
     rollouts.publish(stage.version)  # wakes the engine
     learner, before = stage.learner, rollouts.state()
     count = max(FEW, rollouts.engine.replicas)  # each engine has some
-    few = {"tasks_per_iteration": count, "samples_per_task": SAMPLES, "resample": 0}
+    resample = min(1, config.rollout.resample)
+    few = {"tasks_per_iteration": count, "samples_per_task": SAMPLES, "resample": resample}
     few["max_turn_tokens"] = min(TURN, config.rollout.max_turn_tokens)
     changed = config.changed(rollout=few, evaluate={"samples": SAMPLES})
     rollouts.learner = replace(learner, config=changed)
+    play = rollouts._play
+    rollouts._play = lambda *given, **more: _half_equal(play(*given, **more))  # type: ignore[method-assign]
     draws = [_recorded(rollouts, lambda n=n: rollouts.draw(n)) for n in range(DRAWS)]  # type: ignore[misc]
+    del rollouts._play
     rollouts.restore(before)
-    evaluated: tuple[list[Task], list[EngineCoreRequest]] = ([], [])
+    unlike = list(wrong_draws(rollouts.cursor, [played for played, _ in draws], count, resample))
+    rollouts.restore(before)
+    yield _in_turn(rollouts.cursor, [*unlike, *wrong_epochs(rollouts.cursor)])
+    evaluated: tuple[Played | None, list[EngineCoreRequest]] = (None, [])
     if config.data.evaluate is not None:
         evaluated = _recorded(rollouts, lambda: _evaluation(rollouts, count))
     drawn = [request for _, requests in draws for request in requests]
@@ -68,11 +84,55 @@ def asked(stage: Stage) -> Iterator[Checked]:
     rollouts.learner = learner
     text = f"{counts[0]} requests of {DRAWS} draws, {counts[1]} of an evaluation"
     yield judged(ASKED, not wrong, "; ".join(wrong[:3]) or text, REMEDY)
-    yield _places(config, [task for played, _ in draws for task in played], evaluated[0])
+    trained = [t.task for played, _ in draws for t in played.own]
+    yield _places(config, trained, [t.task for t in evaluated[0].own] if evaluated[0] else [])
 
 
-def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[list[Task], list[EngineCoreRequest]]:
-    """Return the tasks that this rank keeps, and the requests of its engine. Collective."""
+def _half_equal(played: Played) -> Played:
+    """Return the episodes with equal results in every second group, and others in the rest."""
+    results = [1.0 if summary.group % 2 else float(n) for n, summary in enumerate(played.every)]
+    counts = [len(summary.turns) for summary in played.every]
+    return rewarded(played, [[*[0.0] * (k - 1), x][:k] for k, x in zip(counts, results, strict=True)])
+
+
+def wrong_draws(cursor: TaskCursor, draws: Sequence[Played], count: int, resample: int) -> Iterator[str]:
+    """Yield which draws do not have the cursor's next tasks, or drop other groups than those of equal
+    results. Collective."""
+    for number, played in enumerate(draws, 1):
+        dropped = {summary.group for summary in played.dropped or ()}
+        tasks = cursor.take(count)
+        needed = [task for n, task in enumerate(tasks) if n not in dropped] + cursor.take(len(dropped))
+        own = [repr(t.task) for t in played.own if not t.branch]
+        drawn = Counter(task for of_rank in gather_records(own, str) for task in of_rank)
+        if drawn != Counter(map(repr, needed * SAMPLES)):
+            yield f"draw {number}: {len(drawn)} tasks, not the {count} that follow, each {SAMPLES} times"
+        failed = any(not s.turns or s.outcome in FAILED for s in played.with_dropped)
+        if resample and not failed and dropped != set(range(1, count, 2)):
+            yield f"draw {number}: drops the groups {sorted(dropped)}, some of which differ"
+
+
+def wrong_epochs(cursor: TaskCursor) -> Iterator[str]:
+    """Yield which of two epochs lacks tasks. Each is resumed in the middle."""
+    state, epochs = cursor.state(), list[list[Task]]()
+    count = state["tasks"]
+    cursor.restore(state | {"epoch": 0, "position": 0})
+    for _ in range(2):
+        epochs.append(cursor.take(count // 2))
+        cursor.restore(cursor.state())
+        epochs[-1] += cursor.take(count - count // 2)
+        if (different := len(set(map(id, epochs[-1])))) < count:
+            yield f"an epoch has {different} of {count} tasks"
+    cursor.restore(state)
+
+
+def _in_turn(cursor: TaskCursor, wrong: Iterable[str]) -> Checked:
+    lines = of_every_rank(list(wrong))
+    text = f"two epochs of {cursor.state()['tasks']} tasks"
+    return judged(DRAWN, not lines, "; ".join(lines[:3]) or text, REMEDY)
+
+
+def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[Played, list[EngineCoreRequest]]:
+    """Return what was played, and the requests of this rank's engine. Collective."""
     core, requests = rollouts.engine._core, list[EngineCoreRequest]()
     ask = core.add_request  # vLLM's, so that nothing comes after
     core.add_request = lambda request: requests.append(request) or ask(request)  # type: ignore[func-returns-value]
@@ -80,7 +140,7 @@ def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[list[Task],
         played = play()
     finally:
         del core.add_request  # that of the instance
-    return [t.task for t in played.own], requests
+    return played, requests
 
 
 def _evaluation(rollouts: Worker, count: int) -> Played:

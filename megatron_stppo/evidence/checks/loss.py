@@ -166,6 +166,9 @@ class Iteration:
             on_rate = 1.0 if a.correction_apply == "gradient" else numbers["actor/correction_scale"]
             rows.append(numbers | {"actor/rate_scale": factor, "actor/effective_lr": RATE * factor * on_rate})
             trained[list(minibatch.chosen)] += 1
+        every = (*self.batch.epochs, *divided(self.learner, self.batch, 1).epochs)
+        if len({tuple(minibatch.chosen for minibatch in epoch) for epoch in every}) < len(every):
+            yield "the episodes have the same order in two epochs or iterations"
         if not bool((trained == self.trial.config.update.epochs).all()):
             yield "an epoch does not have every episode once"
         yield from self._updated(rows)

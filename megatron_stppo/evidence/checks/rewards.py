@@ -1,4 +1,5 @@
-"""Checks that a reward arrives at the last action token of its turn, and at no other token.
+"""Checks that a reward arrives at the last action token of its turn, and at no other token, and the tokens of
+an episode at the ranks that train on it.
 
 Every turn gets a whole number of its own. What follows from rewards is for checks/advantages.py.
 """
@@ -10,11 +11,13 @@ from dataclasses import replace
 from itertools import accumulate, chain, count
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
-from megatron_stppo.base.types import FAILED, Summary, Trajectory
-from megatron_stppo.data.exchange import Played
-from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged
+from megatron_stppo.base.types import FAILED, DividedBatch, Summary, Trajectory
+from megatron_stppo.data.exchange import Played, deal
+from megatron_stppo.data.packing import rows_of, token_ids
+from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank
 from megatron_stppo.training.stages import distribute
 
 LAND = "rewards land"
@@ -29,6 +32,7 @@ def landing(stage: Stage) -> Iterator[Checked]:
     played = rewarded(stage.played, rewards)
     batch = distribute(stage.learner, played, 0)
     wrong, known = _credited(stage), sum(stage.record(n) is not None for n in range(len(stage.episodes)))
+    wrong += of_every_rank(_misplaced(stage, batch))
     wrong += first_wrong("planted reward", batch.reward_T.tolist(), _at_ends(played.every))
     lengths = [[turn.tokens for turn in summary.turns] for summary in played.every]
     for name, offsets, counts in (
@@ -71,6 +75,23 @@ def _credited(stage: Stage) -> list[str]:
             wrong.append(f"episode {n}: rewards {rewards}, and its environment gave {record.rewards}")
     at_ends = _at_ends([trajectory.summary for trajectory in stage.episodes])
     return wrong + first_wrong("reward", stage.batch.reward_T.tolist(), at_ends)
+
+
+def _misplaced(stage: Stage, batch: DividedBatch) -> list[str]:
+    """Return which tokens this rank has otherwise than they were played: those that it holds, and those of
+    all episodes, after the data-parallel ranks have dealt them out again. Collective."""
+    mesh, every = stage.learner.mesh, range(len(stage.episodes))
+    held = [n for n in every if batch.held_N[n] >= 0]
+    given = [sorted(chain(*(m.parts[r] for m in batch.epochs[0]))) for r in range(mesh.data_size)]
+    own_P = batch.tokens_P[rows_of(batch, given[mesh.data_rank])]
+    dealt_P = deal(own_P, batch, given, [every] * mesh.data_size, mesh.data_group)
+    right = torch.equal(
+        batch.tokens_P[rows_of(batch, held)].cpu(), token_ids([stage.episodes[n] for n in held])
+    )
+    right = right and torch.equal(dealt_P.cpu(), token_ids(stage.episodes))
+    return (
+        [] if right else ["tokens of other episodes, or in another order, are on a rank that trains on them"]
+    )
 
 
 def _at_ends(every: Sequence[Summary]) -> list[float]:

@@ -23,6 +23,7 @@ from megatron_stppo.config.file import load
 from megatron_stppo.evidence.bench.stage import Stage
 from megatron_stppo.evidence.verification import Check
 from megatron_stppo.training.colocated import assemble
+from tests.evidence.checks import test_formulas
 from tests.ranks import leave_group
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -40,6 +41,11 @@ def write(folder: Path) -> Path:
     with chdir(folder):
         runpy.run_path("make_model.py")
     return folder / "config.yaml"
+
+
+def mistaken(where: str, line: str, mistake: str) -> Patch:
+    """Return a plant that changes a line of a function."""
+    return lambda mp: test_formulas.mistake(mp, where, line, mistake)
 
 
 def open_stage(path: Path, *overrides: str) -> Stage:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_stppo.data.tasks import read
-from megatron_stppo.evidence.bench.stage import Stage
+from megatron_stppo.evidence.bench.stage import Checked, Stage
 from megatron_stppo.evidence.checks.asked import asked, ended
+from megatron_stppo.evidence.checks.rewards import landing
 from megatron_stppo.rollout.episodes import play
 from megatron_stppo.rollout.vllm.requests import Requests
 from megatron_stppo.training import colocated, rollouts
@@ -21,9 +23,12 @@ OVERRIDES = (
     "evaluate.temperature=0",
     "data.evaluate=evaluate.jsonl",
     "environment.max_turns=2",
+    "algorithm.preset=grpo",
+    "rollout.samples_per_task=4",
+    "rollout.resample=1",
 )
 
-OF_RANKS = "the same seeds on each rank"
+OF_RANKS = ("the same seeds on each rank", "tokens in the order of their sources")
 
 
 def _requested(**fields: Any) -> staged.Patch:
@@ -52,10 +57,16 @@ def _training_tasks(config: Any, field: str, **k: Any) -> Any:
 
 
 SEEDS = "different seeds"
+ORDER, RESAMPLED = "data.tasks:TaskCursor._order", "training.resampling:resampled"
+FLAT = "without_variance(played[-1].every)"
 PLANTS: dict[str, tuple[str, staged.Patch]] = {  # {mistake: (part of the line, plant)}
     "one seed for all episodes": (SEEDS, _set(play, "request_seed", lambda *of: 7)),
     "the same seeds in each iteration": (SEEDS, _set(colocated, "seed_of", lambda run, iteration: run.seed)),
-    OF_RANKS: (SEEDS, _set(colocated, "collect", _first_index_0)),
+    OF_RANKS[0]: (SEEDS, _set(colocated, "collect", _first_index_0)),
+    OF_RANKS[1]: (
+        "tokens of other episodes",
+        staged.mistaken("data.exchange:deal", "in wanted[rank])])", "in order)])"),
+    ),
     "top_p is ignored": ("training: top_p is 1.0, not 0.9", _requested(top_p=1.0)),
     "top_k of the model's folder": ("training: top_k is 20, not ", _requested(top_k=20)),
     "an end token that is left out": ("training: stop_token_ids is [], not [", _requested(stop_token_ids=[])),
@@ -71,21 +82,52 @@ PLANTS: dict[str, tuple[str, staged.Patch]] = {  # {mistake: (part of the line, 
         "of data.train have tasks that it lacks",
         _set(colocated.TaskCursor, "take", lambda self, n: list(read(Path("evaluate.jsonl"))[:n])),
     ),
+    "the last task of an epoch is not drawn": (
+        "an epoch has 5 of 6 tasks",
+        staged.mistaken(
+            ORDER,
+            "list(range(len(self._tasks)))",
+            "(list(range(len(self._tasks) - 1)) * 2)[:len(self._tasks)]",
+        ),
+    ),
+    "tasks are drawn with replacement": (
+        "of 6 tasks",
+        staged.mistaken(
+            ORDER, "(order)", "(order); order = random.Random(0).choices(order, k=len(self._tasks))"
+        ),
+    ),
+    "the cursor returns to the start of an epoch": (
+        "an epoch has 3 of 6 tasks",
+        staged.mistaken("data.tasks:TaskCursor.restore", 'state["position"]', "0"),
+    ),
+    "groups in the place of others get their tasks": (
+        "not the 3 that follow",
+        staged.mistaken(RESAMPLED, "tasks += drawn", "tasks = drawn + tasks"),
+    ),
+    "groups that differ are dropped": (
+        "drops the groups [0, 2], some of which differ",
+        staged.mistaken(RESAMPLED, FLAT, f"({{s.group for s in played[-1].every}} - {FLAT})"),
+    ),
 }
+
+
+def _checks(stage: Stage) -> Iterator[Checked]:
+    yield from landing(stage)
+    yield from asked(stage)
 
 
 def _look(path: Path, names: list[str]) -> Any:
     plants = {name: PLANTS[name][1] for name in names}
 
     def of(stage: Stage) -> Any:
-        found = staged.findings(stage, asked, plants, again=False)
-        return found, [line.verdict for line in asked(stage)]
+        found = staged.findings(stage, _checks, plants, again=False)
+        return found, [line.verdict for line in _checks(stage)]
 
     return staged.run(of, path, *OVERRIDES)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "names"), [(1, [name for name in PLANTS if name != OF_RANKS]), (2, [OF_RANKS])]
+    ("ranks", "names"), [(1, [name for name in PLANTS if name not in OF_RANKS]), (2, list(OF_RANKS))]
 )
 def test_requests_of_healthy_ranks_pass_and_planted_mistakes_are_found(
     ranks: int, names: list[str], tmp_path: Path
@@ -96,9 +138,9 @@ def test_requests_of_healthy_ranks_pass_and_planted_mistakes_are_found(
         (path.parent / f"{name}.jsonl").write_text("".join(of_file))
     (found, verdicts), *others = run_ranks(_look, ranks, path, names, timeout=240)
     assert [(found, verdicts)] * len(others) == others
-    assert found.pop("") == [] and verdicts == ["ok"] * 3
+    assert found.pop("") == [] and verdicts == ["ok"] * 5
     for name in names:
-        assert len(found[name]) == 1 and PLANTS[name][0] in found[name][0], (name, found[name])
+        assert sum(PLANTS[name][0] in line for line in found[name]) == 1, (name, found[name])
 
 
 @pytest.mark.parametrize(

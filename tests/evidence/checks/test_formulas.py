@@ -87,6 +87,8 @@ OF_LOSS: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"preset": "kl"}, "algorithm.rate:kl", "given.kl > 2", "given.kl > 200"),
     (TURNS, "training.stages:update", "hold, len(steps), count", "hold, 0, count"),
     (TURNS, "data.division:minibatches", "len(episodes) * part // count", "len(episodes) // count * part"),
+    (TURNS, "data.division:minibatches", "{seed}/{iteration}/{epoch}", "{seed}"),
+    (TURNS, "data.division:minibatches", "{seed}/{iteration}/{epoch}", "{seed}/{epoch}"),
     ({"preset": "cispo"}, "algorithm.own:cispo", "clamp(low, high)", "clamp(low)"),
 )  # fmt: skip
 ROLLOUT = {"samples_per_task": 4, "temperature": 0.8}

@@ -111,6 +111,9 @@ TOGETHER = (
 )
 
 
+FEW = ("rollout.tasks_per_iteration=2", "rollout.samples_per_task=4", "update.minibatches=2")
+
+
 def look(path: Path) -> Any:
     def planting(group: Any) -> staged.Patch:
         def plant(mp: pytest.MonkeyPatch) -> None:
@@ -123,8 +126,7 @@ def look(path: Path) -> Any:
         every = {group[0].__name__: planting(group) for group in TOGETHER}
         return staged.findings(stage, resume, every, again=False), stage.version
 
-    few = ("rollout.tasks_per_iteration=2", "rollout.samples_per_task=4", "update.minibatches=2")
-    return staged.run(of, path, *few)
+    return staged.run(of, path, *FEW)
 
 
 def test_planted_faults_of_resuming_are_found_and_healthy_runs_are_exact(tmp_path: Path) -> None:
@@ -135,7 +137,53 @@ def test_planted_faults_of_resuming_are_found_and_healthy_runs_are_exact(tmp_pat
         for plant in group:
             assert FOUND[plant] in line, (plant.__name__, line)
     assert {plant for group in TOGETHER for plant in group} == FOUND.keys()
-    assert version == 2 * (1 + len(TOGETHER))
+    assert version == 3 * (1 + len(TOGETHER))
+
+
+TRAIN, EVALUATE = "training.loop:train", "training.rollouts:evaluate_tasks"
+MEAN, BEST = "[t.reward for t in usable]", "max(o.reward for o in usable if o.group == t.group)"
+# {mistakes of the loop, planted together: what is said of each}
+OF_LOOP: dict[tuple[tuple[str, str, str], ...], tuple[str, ...]] = {
+    (
+        (TRAIN, "hold = not has_signal(batch,", "hold = True or has_signal(batch,"),
+        (EVALUATE, MEAN, f"[{BEST} for t in usable]"),
+    ): ("actor: weights", "evaluate/reward is"),
+    (
+        (TRAIN, "hold = not has_signal(batch,", "hold = False and has_signal(batch,"),
+        (EVALUATE, "config.evaluate.samples, settings", "1, settings"),
+    ): ("an iteration without a signal is not held", "{1} episodes of a task, not 2"),
+    ((TRAIN, "publish(version=done)", "publish(version=done) if done % 2 == 0 else None"),): (
+        "are published",
+    ),
+    (
+        (TRAIN, "groups_of(played.every)", "0 * groups_of(played.every)"),
+        (TRAIN, "log.write(done, played.own)", "log.write(done, played.own[1:] + played.own[:1])"),
+    ): ("actor: weights", "the recorded episodes"),
+    ((TRAIN, "observer.log(done, row)", "observer.log(iteration, row)"),): ("rows of the iterations",),
+    ((TRAIN, "batch, iteration, hold", "batch, 0, hold"),): ("mismatch/current_mean_abs is nan",),
+}
+
+
+def look_at_loop(path: Path) -> Any:
+    def planting(mistakes: Any) -> staged.Patch:
+        def plant(mp: pytest.MonkeyPatch) -> None:
+            for mistake in mistakes:
+                staged.mistaken(*mistake)(mp)
+
+        return plant
+
+    def of(stage: Stage) -> Any:
+        return staged.findings(stage, resume, {str(m): planting(m) for m in OF_LOOP}, again=False)
+
+    return staged.run(of, path, *FEW, "algorithm.preset=grpo")
+
+
+def test_planted_mistakes_of_the_loop_are_found(tmp_path: Path) -> None:
+    (found,) = run_ranks(look_at_loop, 1, staged.write(tmp_path / "project"), timeout=240)
+    assert found.pop("") == []
+    for mistakes, said in OF_LOOP.items():
+        text = "; ".join(found[str(mistakes)])
+        assert all(part in text for part in said), (mistakes, text)
 
 
 def test_on_a_gpu_an_update_may_differ_by_a_share_of_what_it_changed() -> None:
