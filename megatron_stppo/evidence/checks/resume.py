@@ -18,7 +18,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from statistics import fmean
@@ -45,6 +45,7 @@ from megatron_stppo.training import loop
 from megatron_stppo.training.advantage import has_signal
 from megatron_stppo.training.colocated import Worker, engine_sync
 from megatron_stppo.training.stages import advantages, distribute, score, update
+from megatron_stppo.weights.reshard.verify import ReshardError
 
 RESUME, LOOP = "resume is exact", "the loop trains, serves and evaluates"
 HELD_OUT, SAMPLES = 3, 2  # tasks of an evaluation, and episodes of each
@@ -201,6 +202,7 @@ class Looped:
     weights: list[list[Tensor]] = field(default_factory=list)  # the actor's, at the last two of them
     trained: list[Played] = field(default_factory=list)
     evaluated: Played | None = None
+    error: str = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stage.rollouts, name)
@@ -212,8 +214,11 @@ class Looped:
         config = config.changed(run=due | {"iterations": max(last, config.run.iterations)})
         folder, deadlines = config.run.folder, config.deadline_by_phase
         watchdog = Watchdog(folder, deadlines, process.rank(), process.world_size())
-        with _silent(), watchdog, suppress(Ended):
-            loop.train(config, True, watchdog, PreemptionNotice(0.0, signals=()), self._assemble)
+        with _silent(), watchdog:
+            try:
+                loop.train(config, True, watchdog, PreemptionNotice(0.0, signals=()), self._assemble)
+            except (Ended, ReshardError) as error:  # the check of the mismatch, on all ranks
+                self.error = str(error)
         self.stage.version = self.versions[-1]
 
     def _assemble(self, config: Config, resume: bool) -> Any:
@@ -263,7 +268,7 @@ class Looped:
         """Yield what the loop has done wrong. Collective."""
         needed, folder = [self.start + n for n in range(3)], self.stage.config.run.folder
         if self.versions != needed or len(self.trained) != 2:
-            yield f"versions {self.versions} are published, not {needed}"
+            yield self.error or f"versions {self.versions} are published, not {needed}"
             return
         episodes, later = everywhere(self.trained[0]), self.trained[1]
         group_N, own = groups_of(later.every), self.stage.own.advantage
