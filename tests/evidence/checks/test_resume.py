@@ -155,10 +155,10 @@ OF_LOOP: dict[tuple[tuple[str, str, str], ...], tuple[str, ...]] = {
     ((TRAIN, "publish(version=done)", "publish(version=done) if done % 2 == 0 else None"),): (
         "are published",
     ),
-    (
-        (TRAIN, "groups_of(played.every)", "0 * groups_of(played.every)"),
-        (TRAIN, "log.write(done, played.own)", "log.write(done, played.own[1:] + played.own[:1])"),
-    ): ("actor: weights", "the recorded episodes"),
+    ((TRAIN, "groups_of(played.every)", "0 * groups_of(played.every)"),): ("actor: weights",),
+    ((TRAIN, "log.write(done, played.own)", "log.write(done, played.own[::-1])"),): (
+        "the recorded episodes",
+    ),
     ((TRAIN, "observer.log(done, row)", "observer.log(iteration, row)"),): ("rows of the iterations",),
     ((TRAIN, "batch, iteration, hold", "batch, 0, hold"),): ("mismatch/current_mean_abs is nan",),
 }
