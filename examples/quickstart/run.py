@@ -48,6 +48,7 @@ class Example:
 
 CHOICE, SUMS = HERE.parent / "medical_choice", HERE.parent / "reasoning_gym"
 HOSTED, KEYS, SMOLLM2 = (HERE.parent / name for name in ("hosted_agent", "key_chain", "smollm2"))
+TEXTWORLD = HERE.parent / "textworld"
 EXAMPLES = {
     "quickstart": Example(HERE / "build.py", CONFIG),
     "agent": Example(HERE / "build.py", HERE / "agent.yaml"),
@@ -59,6 +60,7 @@ EXAMPLES = {
     "smollm2": Example(SMOLLM2 / "build_problems.py", SMOLLM2 / "config.yaml"),
     "smollm2_reasoned": Example(SMOLLM2 / "build_reasoned.py", SMOLLM2 / "reasoned.yaml"),
     "smollm2_search": Example(SMOLLM2 / "build_search.py", SMOLLM2 / "search.yaml"),
+    "textworld": Example(TEXTWORLD / "build_textworld.py", TEXTWORLD / "config.yaml"),
 }
 OURS = ("run.py", "ledger.py", "stages.py", "keep_model.py")  # sources that do not affect the built files
 CORES = 2  # a rank, or a replica, on each
