@@ -88,7 +88,8 @@ def test_the_packages_own_way_wins_and_every_room_is_read(coin: Task, cooking: T
 def test_steps_of_the_quest_earn_equal_parts_which_are_taken_back(coin: Task, cooking: Task) -> None:
     for task in (coin, cooking):
         rewards = [result.reward for result in play(task, *way(task), section=DENSE)]
-        assert sum(rewards) == pytest.approx(1.0) and len({round(reward, 6) for reward in rewards}) == 1
+        assert sum(rewards) == pytest.approx(1.0)
+        assert rewards == pytest.approx([0.25] * 4) if task is coin else set(rewards) == {0.0, max(rewards)}
     first = way(coin)[0]
     back = {"north": "south", "south": "north", "east": "west", "west": "east"}
     home = command("go " + back[first.split()[-1].partition("<")[0]])
