@@ -8,16 +8,21 @@ DIR/games/  model/  train.jsonl  evaluate.jsonl  demonstrations.jsonl  manifest.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))  # before an installed package `build`
-from build import command, demonstrations, write_rows
+from build import command, write_rows
 from make_games import SIZES, compiled, task_rows
 from rich.progress import Progress, TimeElapsedColumn
 from text_games import REFUSED
 from tiny_model import train_tokenizer, write_model
+from transformers import PreTrainedTokenizerFast
 from walks import Script
+
+from megatron_stppo.data.demonstrations import encode, validated
 
 VERSION = 1  # raise it if the same arguments now give different files
 LEVEL = 4  # of coin collectors: a chain of four rooms; 104 adds a dead end to each of them
@@ -41,20 +46,32 @@ def build(folder: Path, seed: int, tokens: int) -> None:
             tasks[split] = list(task_rows(paths, split))
             write_rows(folder / f"{split}.jsonl", tasks[split])
         script = Script(tasks["train"], TURNS, seed)
-        tokenizer = train_tokenizer([*texts(script), REFUSED], TAGS)
+        walks = islice(script.rows(), 4 * len(tasks["train"]))
+        tokenizer = train_tokenizer([*map(chat, walks), REFUSED], TAGS)
         write_model(folder / "model", tokenizer, seed)
         bar = progress.add_task("demonstration tokens", total=tokens)
         rows = demonstrations(script, tokenizer, tokens, lambda done: progress.update(bar, completed=done))
         write_rows(folder / "demonstrations.jsonl", rows)
 
 
-def texts(script: Script, number: int = 256) -> list[str]:
-    """Return the texts for the tokenizer: a number of walks, each as a chat."""
-    rows = (row for row, _ in zip(script.rows(""), range(number), strict=False))
-    return [
-        f"user\n{row['prompt'][0]['content']}\nassistant\n" + "".join(s["text"] for s in row["segments"])
-        for row in rows
-    ]
+def chat(row: dict[str, Any]) -> str:
+    """Return the text of a demonstration."""
+    turns = "".join(segment["text"] for segment in row["segments"])
+    return f"user\n{row['prompt'][0]['content']}\nassistant\n{turns}"
+
+
+def demonstrations(
+    script: Script, tokenizer: PreTrainedTokenizerFast, tokens: int, progress: Callable[[int], None]
+) -> Iterator[dict[str, Any]]:
+    """Yield rows with together just under `tokens` tokens."""
+    done = 0
+    for row in script.rows():
+        (demonstration,) = encode([validated(row)], tokenizer)
+        done += len(demonstration)
+        progress(min(done, tokens))
+        if done > tokens:
+            return
+        yield row
 
 
 if __name__ == "__main__":

@@ -21,12 +21,12 @@ class Script:
         self._tasks, self._turns = tasks, turns
         self._rng = random.Random(f"{seed}/script")
 
-    def rows(self, stage: str) -> Iterator[dict[str, Any]]:
-        """Yield rows of a stage, without end. All stages are alike."""
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield rows, without end."""
         while True:
             task = self._rng.choice(self._tasks)
             segments = [{"text": text, "kind": kind} for text, kind in self._walk(task)]
-            yield {"prompt": task["prompt"], "segments": segments, "stage": stage}
+            yield {"prompt": task["prompt"], "segments": segments, "stage": "skill"}
 
     def _walk(self, task: dict[str, Any]) -> list[tuple[str, str]]:
         game = opened(Path(task["extra_info"]["textworld"]["game"]), admissible_commands=True)
