@@ -22,7 +22,7 @@ PYTEST := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist
 STRICT := megatron_stppo/base/types.py megatron_stppo/config megatron_stppo/algorithm megatron_stppo/weights/reshard/plan.py
 
 help: ## print this list
-	@grep -hE '^[a-z.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z.-]+):.*## /  make \1\t/' | expand -t 32
+	@grep -hE '^[a-z0-9.-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9.-]+):.*## /  make \1\t/' | expand -t 32
 
 .venv: $(STAMP) ## install the environment that tools/lock-cpu.txt pins; again when that file changes
 
