@@ -318,7 +318,7 @@ class DividedBatch(Batch):
 class ScoredBatch(DividedBatch):
     """A batch with what the models say about its action tokens, float32.
 
-    R: everything after the prompts; these columns exist only if GAE includes observations (data/observed.py).
+    R: everything after the prompts; these columns exist only if GAE includes observations.
     """
 
     old_logprob_T: torch.Tensor | None = None  # see algorithm.old_policy; None: the update computes them

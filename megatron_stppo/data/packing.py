@@ -14,7 +14,7 @@ from megatron_stppo.base.types import FAILED, Batch, BatchT, Summary, Trajectory
 from megatron_stppo.data import context
 from megatron_stppo.data.prefixes import Segments, Tree
 from megatron_stppo.data.routes import of_rows
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import to_device
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megatron_stppo.data import context
 from megatron_stppo.data.packing import Microbatch
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import to_device
 from megatron_stppo.parallel.groups import MeshRank
 
 

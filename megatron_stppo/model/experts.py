@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.functional import embedding_bag, grouped_mm
 
+from megatron_stppo.ops.extension import to_device
 from megatron_stppo.ops.products import add_product
-from megatron_stppo.ops.transfer import to_device
 
 LINEAR = ("linear_fc2", "linear_fc1")
 

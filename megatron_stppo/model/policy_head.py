@@ -19,7 +19,7 @@ from megatron_stppo import ops
 from megatron_stppo.algorithm.ratio import Level, segment_offsets
 from megatron_stppo.config import Config
 from megatron_stppo.data.packing import Microbatch
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import to_device
 from megatron_stppo.parallel.groups import MeshRank
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.ops import extension
-from megatron_stppo.ops.extension import has_data
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import has_data, to_device
 
 TYPES = tuple(extension.DTYPES)
 

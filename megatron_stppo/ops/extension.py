@@ -148,6 +148,16 @@ def has_data(tensor: Tensor) -> bool:
     return not tensor.is_meta
 
 
+def to_device(tensor: Tensor, device: torch.device | str | int) -> Tensor:
+    """Return a host tensor on `device`. The host does not wait for the GPU.
+
+    A copy from pageable memory would make it wait, even with non_blocking=True.
+    """
+    if torch.device(device).type == "cuda" and has_data(tensor):
+        tensor = tensor.pin_memory()  # torch keeps the pinned memory until the copy is done
+    return tensor.to(device, non_blocking=True)
+
+
 def is_one(cotangent: Tensor) -> bool:
     """Return whether a 0-d cotangent is 1, so that the product with it can be left out. False on a GPU, where
     reading it would make the host wait."""

@@ -39,7 +39,7 @@ from megatron_stppo.model.pipeline import forward_backward, packer_of, total
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.observe.metrics import progress
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import to_device
 from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.hf_load import load_tokenizer

@@ -23,7 +23,6 @@ from megatron_stppo.base.types import (
 )
 from megatron_stppo.data.division import chosen_tokens, minibatches
 from megatron_stppo.data.exchange import Played, deal
-from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import rows_of
 from megatron_stppo.data.validity import not_finite
 from megatron_stppo.model.learner import Learner
@@ -32,7 +31,7 @@ from megatron_stppo.model.routing_replay import Record, recording, routed_layers
 from megatron_stppo.observe.describe import current_mismatch, mean_of
 from megatron_stppo.observe.run_files import write_steps
 from megatron_stppo.parallel.collectives import any_rank
-from megatron_stppo.training.advantage import estimate
+from megatron_stppo.training.advantage import action_rows, estimate, with_observations
 from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
 from megatron_stppo.training.update.critic_step import critic_step
 from megatron_stppo.training.update.ratios import Ratios, StepRatios

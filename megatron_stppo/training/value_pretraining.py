@@ -21,7 +21,6 @@ from megatron_stppo.checkpoint.convert import export_hf
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import AlgorithmConfig, Config, ConfigError
 from megatron_stppo.data.division import Packer, chosen_tokens
-from megatron_stppo.data.observed import with_observations
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
@@ -34,7 +33,7 @@ from megatron_stppo.observe.describe import explained_variance
 from megatron_stppo.observe.metrics import progress
 from megatron_stppo.observe.run_files import recorded
 from megatron_stppo.parallel.groups import MeshRank
-from megatron_stppo.training.advantage import estimate
+from megatron_stppo.training.advantage import estimate, with_observations
 from megatron_stppo.training.cold_start import by_tokens, check_refused, free_output
 from megatron_stppo.training.update.critic_step import critic_step
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape

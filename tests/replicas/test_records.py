@@ -17,8 +17,7 @@ from megatron_stppo.replicas.wire.messages import (
     TellUnfinished,
     ToldUnfinished,
 )
-from megatron_stppo.rollout.episodes.record import RecordedHistory
-from megatron_stppo.rollout.vllm.generation import RecordedTurn
+from megatron_stppo.rollout.vllm.generation import RecordedHistory, RecordedTurn
 from tests.replicas.hubs import SIZE, TASKS, hello, trainer
 from tests.replicas.peers import until
 

@@ -31,7 +31,7 @@ from megatron_stppo.model.experts import LINEAR, GroupedExperts, products
 from megatron_stppo.model.layers import Layers
 from megatron_stppo.model.token_model import TokenModel
 from megatron_stppo.ops.clamped_swiglu import clamped_swiglu
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import to_device
 from megatron_stppo.weights.sharding.parts import Mixer
 
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_stppo.model.attention import Sequences
-from megatron_stppo.ops.extension import has_data
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import has_data, to_device
 
 CHUNK = 64  # tokens; other lengths were not faster on a CPU
 

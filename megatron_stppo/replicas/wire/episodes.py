@@ -16,8 +16,7 @@ import numpy as np
 from msgspec.structs import asdict
 
 from megatron_stppo.base.types import Branch, Outcome, Task, Trajectory, Turn, Versions
-from megatron_stppo.rollout.episodes.record import Record, RecordedHistory
-from megatron_stppo.rollout.vllm.generation import Reason, RecordedTurn
+from megatron_stppo.rollout.vllm.generation import Reason, Record, RecordedHistory, RecordedTurn
 
 ID, LOGPROB = np.dtype("<u4"), np.dtype("<f8")
 # A log-prob is computed as x - logsumexp(x), and rounding can make it slightly positive.

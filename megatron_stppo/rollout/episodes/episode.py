@@ -34,8 +34,7 @@ from megatron_stppo.data.text.chat import encode_chat
 from megatron_stppo.data.text.conversation import encode_after
 from megatron_stppo.data.text.plain_text import beginning, decode_plain, encode_plain
 from megatron_stppo.environments.base import Completion, Request, StepResult
-from megatron_stppo.rollout.episodes.record import Record, RecordedHistory
-from megatron_stppo.rollout.vllm.generation import Finished, Reason, RecordedTurn
+from megatron_stppo.rollout.vllm.generation import Finished, Reason, Record, RecordedHistory, RecordedTurn
 
 # A closing tag at the end of an observation, such as "</information>\n\n". An observation that is too long is
 # cut before this tag, so that the tag stays.

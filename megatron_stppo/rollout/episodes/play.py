@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_stppo.config import ConfigError
 from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.episode import Episode
-from megatron_stppo.rollout.episodes.record import Recall, Record
-from megatron_stppo.rollout.vllm.generation import Finished
+from megatron_stppo.rollout.vllm.generation import Finished, Recall, Record
 
 if TYPE_CHECKING:
     from megatron_stppo.rollout.vllm.engine import Engine

@@ -41,7 +41,7 @@ from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import forward_backward, gather, total
 from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.ops.clipped_surrogate import ClippedSurrogate
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import to_device
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.training.update.own import own_surrogate
 from megatron_stppo.training.update.ratios import StepRatios

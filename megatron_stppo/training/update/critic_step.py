@@ -14,7 +14,7 @@ from megatron_stppo.data.division import Packer, chosen_tokens
 from megatron_stppo.data.packing import Microbatch
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.pipeline import forward_backward, total
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import to_device
 
 
 def critic_step(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_stppo.ops.transfer import to_device
+from megatron_stppo.ops.extension import to_device
 from megatron_stppo.weights.reshard.plan import RowCopy
 from megatron_stppo.weights.reshard.staging import Summed
 

@@ -11,8 +11,7 @@ from megatron_stppo.base.types import Trajectory
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.replicas.wire.episodes import Unfinished, unpack_record
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
-from megatron_stppo.rollout.episodes.record import Recall, Record, RecordedHistory
-from megatron_stppo.rollout.vllm.generation import RecordedTurn
+from megatron_stppo.rollout.vllm.generation import Recall, Record, RecordedHistory, RecordedTurn
 from tests.ranks import run_ranks
 from tests.rollout.vllm.tiny import CONTEXT, Game, build_model, fill, task
 

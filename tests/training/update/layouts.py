@@ -185,11 +185,11 @@ def steps(
 
     from megatron_stppo.checkpoint.convert import export_hf
     from megatron_stppo.config import Config
-    from megatron_stppo.data.observed import with_observations
     from megatron_stppo.model import build
     from megatron_stppo.model.pipeline import logprobs, packer_of, values
     from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.parallel import groups
+    from megatron_stppo.training.advantage import with_observations
     from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
     from megatron_stppo.training.update.critic_step import critic_step
     from megatron_stppo.training.update.ratios import Ratios

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_stppo.config import AlgorithmConfig
-from megatron_stppo.data.observed import with_observations
+from megatron_stppo.training.advantage import with_observations
 from tests.ranks import run_ranks
 from tests.training.update import layouts
 

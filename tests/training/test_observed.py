@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 
 from megatron_stppo.base.types import Batch, EstimatedBatch, ScoredBatch, Task, Trajectory, Turn
-from megatron_stppo.data.observed import action_rows, with_observations
 from megatron_stppo.data.packing import to_batch
+from megatron_stppo.training.advantage import action_rows, with_observations
 
 TASK = Task("t", (), ("a",), "train", 0)
 
