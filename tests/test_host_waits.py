@@ -40,7 +40,7 @@ OURS: Waits = {
     # the gradient norm of each model, for the correction and the clipping
     ("update", "copy to the host", "model/optimizer.py Trainer._norm"): 2,
     # checksums of all copies; the engine reads the weights next
-    ("reshard", "copy to the host", "weights/reshard/verify.py Checks.compare"): 1,
+    ("reshard", "copy to the host", "weights/reshard/staging.py Checks.compare"): 1,
     ("reshard", "synchronize", "weights/reshard/resharder.py Resharder.sync"): 1,
 }
 BOTH, UPDATE = ("score", "update"), ("update",)

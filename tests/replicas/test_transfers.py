@@ -12,7 +12,7 @@ from megatron_stppo.replicas.replica.news import News
 from megatron_stppo.replicas.replica.replica import Replica
 from megatron_stppo.replicas.wire.messages import Receive, Route
 from megatron_stppo.replicas.wire.weights import LinkLost
-from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.reshard.resharder import ReshardError
 
 FIRST, SECOND = (Route(f"route-{n}", "127.0.0.1", 1, 1, 1, ("member-1",)) for n in (1, 2))
 

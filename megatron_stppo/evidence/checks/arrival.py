@@ -20,7 +20,7 @@ from megatron_stppo.model.pipeline import forward_backward
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.vllm.generation import Finished
 from megatron_stppo.training.colocated import Worker
-from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.reshard.resharder import ReshardError
 
 WEIGHTS, CACHE = "weights arrive", "the prefix cache is fresh"
 PROMPTS, PROMPT, ANSWER = 24, 300, 8  # prompts of random tokens, tokens of the longest, and of an answer

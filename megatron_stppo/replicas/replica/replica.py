@@ -22,7 +22,7 @@ from megatron_stppo.replicas.wire.messages import Assignment, Give, Moved, Recei
 from megatron_stppo.replicas.wire.weights import Link, LinkLost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.play import OneVersion, Player
-from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.reshard.resharder import ReshardError
 
 if TYPE_CHECKING:
     from megatron_stppo.rollout.vllm.engine import Engine

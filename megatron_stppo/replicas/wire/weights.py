@@ -34,8 +34,7 @@ from megatron_stppo.parallel import bridge
 from megatron_stppo.parallel.abandon import GivenUp, call_unless
 from megatron_stppo.parallel.collectives import gather_records, raise_together
 from megatron_stppo.replicas.wire.messages import Route
-from megatron_stppo.weights.reshard.resharder import Packed, Resharder, SyncReport
-from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.reshard.resharder import Packed, Resharder, ReshardError, SyncReport
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 from megatron_stppo.weights.sharding.low_rank import ServedAdapters, Term, served_adapters, transfer
 from megatron_stppo.weights.sharding.spans import serving_layouts, training_layouts

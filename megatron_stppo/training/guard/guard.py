@@ -28,7 +28,7 @@ from megatron_stppo.parallel.collectives import any_rank, gather_records
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.guard import dumps
 from megatron_stppo.training.guard.acting import Acting
-from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.reshard.resharder import ReshardError
 
 # The metrics that are checked. A magnitude up to this floor is never a spike: when the first rewards appear
 # after a time without any, all these metrics rise from 0 to a small value.

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.weights.reshard.plan import RowCopy, buckets
-from megatron_stppo.weights.reshard.staging import Bucket, BucketSlice, Copies, Move, Staging, Summed
-from megatron_stppo.weights.reshard.verify import Checks
+from megatron_stppo.weights.reshard.staging import Bucket, BucketSlice, Checks, Copies, Move, Staging, Summed
 from megatron_stppo.weights.sharding.low_rank import Term
 
 Result = TypeVar("Result")

@@ -17,9 +17,16 @@ from torch import Tensor
 from megatron_stppo.parallel.collectives import all_reduce_sum, by_rank, gather_records, raise_together
 from megatron_stppo.weights.reshard.execute import ErrorHolder, Exchange, Packed
 from megatron_stppo.weights.reshard.plan import BUCKET_BYTES, PlanError, RowCopy, digest, plan_copies
-from megatron_stppo.weights.reshard.verify import Checks, ReshardError
+from megatron_stppo.weights.reshard.staging import Checks
 from megatron_stppo.weights.sharding.low_rank import Term
 from megatron_stppo.weights.sharding.tiles import PADDING, Spans
+
+
+class ReshardError(RuntimeError):
+    """The engine's weights do not match any version of the trainer's.
+
+    The engine must not generate with them.
+    """
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.training.guard import guard
 from megatron_stppo.training.guard.guard import Spikes
-from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.reshard.resharder import ReshardError
 
 HELD = {"actor/held": 1.0, "actor/objective": 0.0, "actor/gradient_norm": 0.05}
 APPLIED = {

@@ -7,8 +7,7 @@ import torch.distributed as dist
 
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.reshard.plan import lower_bound
-from megatron_stppo.weights.reshard.resharder import Resharder
-from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.reshard.resharder import Resharder, ReshardError
 from megatron_stppo.weights.sharding.hf_names import hf_shapes
 from megatron_stppo.weights.sharding.low_rank import (
     ServedAdapters,

@@ -13,9 +13,8 @@ from megatron_stppo.parallel.cpu_platform import FACTORIES
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.meter import tensors_in
 from megatron_stppo.weights.reshard.plan import RowCopy
-from megatron_stppo.weights.reshard.resharder import Resharder
+from megatron_stppo.weights.reshard.resharder import Resharder, ReshardError
 from megatron_stppo.weights.reshard.staging import Copies, Move
-from megatron_stppo.weights.reshard.verify import ReshardError
 from megatron_stppo.weights.sharding.low_rank import (
     adapted,
     adapter_key,
@@ -140,7 +139,7 @@ def fail_in_bucket_3():
 def fail_to_allocate():
     """A rank without buffers cannot exchange bytes, and a rank without sums cannot compare them."""
     resharder, _, target, expected = case(model_shape(vocab=1000), Layout(2, 2, 1), 1)
-    for place in ("execute.Staging", "verify.Checks.sum"):
+    for place in ("execute.Staging", "staging.Checks.sum"):
         error = torch.OutOfMemoryError(place) if dist.get_rank() == 2 else None
         with ExitStack() as stack:
             if error is not None:
