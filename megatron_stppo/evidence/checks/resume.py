@@ -45,7 +45,7 @@ from megatron_stppo.training import loop
 from megatron_stppo.training.advantage import has_signal
 from megatron_stppo.training.colocated import Worker, engine_sync
 from megatron_stppo.training.stages import advantages, distribute, score, update
-from megatron_stppo.weights.reshard.verify import ReshardError
+from megatron_stppo.weights.reshard.resharder import ReshardError
 
 RESUME, LOOP = "resume is exact", "the loop trains, serves and evaluates"
 HELD_OUT, SAMPLES = 3, 2  # tasks of an evaluation, and episodes of each
