@@ -140,7 +140,9 @@ class Exchange:
         self._look_for_tensors()
         staging = Staging(self.buckets, self._device, at_once=True, over_host=True)
         packed = map(staging.pack, range(len(self.buckets)))
-        return Packed(staging, [(summed.copies, summed.sums().cpu()) for summed in packed])
+        sums = [(summed.copies, summed.sums().cpu()) for summed in packed]
+        staging.leave_device()
+        return Packed(staging, sums)
 
     @torch.no_grad()
     def run(

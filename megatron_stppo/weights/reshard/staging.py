@@ -178,6 +178,10 @@ class Staging:
             self.send(index).copy_(buffer)
         return summed
 
+    def leave_device(self) -> None:
+        """Free the buffer on the device: everything is packed in host memory, and training needs the rest."""
+        self._packed, self._packs = [], {}
+
     def unpack(self, index: int) -> None:
         """Write `receive(index)` into the target tensors."""
         bucket = self._buckets[index]
