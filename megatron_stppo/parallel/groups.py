@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -125,70 +124,56 @@ def initialize(parallel: ParallelConfig, timeout: timedelta = timedelta(minutes=
     )
 
 
-class GroupUse(NamedTuple):
-    """A group in which training exchanges tensors on the GPU.
+def exchanges(
+    mesh: MeshRank, config: Config, has_experts: bool, tied: bool
+) -> list[tuple[dist.ProcessGroup, str]]:
+    """Return the groups in which training exchanges tensors on the GPU, in one order on all ranks, and how.
 
-    sum: reductions and gathers; swap: each rank sends to each other one; pass: pipeline stages send to their
-    neighbours.
+    "sum": reductions and gathers; "swap": each rank sends to each other one; "pass" and "ring": pipeline
+    stages send to their neighbours. tied: whether the first and the last stage hold the embedding.
     """
-
-    group: dist.ProcessGroup
-    kind: Literal["sum", "swap", "pass"]
-
-
-def exchanges(mesh: MeshRank, config: Config, has_experts: bool, tied: bool) -> list[GroupUse]:
-    """Return this rank's groups in which training exchanges tensors on the GPU, in one order on all ranks.
-
-    tied: whether the first and the last pipeline stage hold the embedding. Gradients and their norm are
-    reduced in a group of one rank too. A plan's dry run is compared with the result in the tests.
-    """
-    ps, update = parallel_state, config.update
-    several, always = [mesh.tensor_group, mesh.context_group], [mesh.token_group]
-    if any(one.distributed for one in (update.actor, update.critic)):
-        always.append(ps.get_intra_distributed_optimizer_instance_group())
-    if not all(one.distributed for one in (update.actor, update.critic)):
-        always.append(ps.get_model_parallel_group())
-        always += [ps.get_expert_tensor_model_pipeline_parallel_group()] * has_experts
-    if has_experts:
-        several += [
-            ps.get_expert_tensor_parallel_group(),
-            ps.get_expert_tensor_and_model_parallel_group(),
-            *([mesh.tensor_and_context_group] if config.algorithm.routing_replay != "none" else []),
-        ]
-        always.append(ps.get_expert_data_parallel_group())
+    ps, shared = parallel_state, [one.distributed for one in (config.update.actor, config.update.critic)]
+    sums, swaps = [mesh.tensor_group, mesh.context_group, mesh.token_group], []
+    sums += [ps.get_intra_distributed_optimizer_instance_group()] * any(shared)  # the norm of the gradients
+    sums += [ps.get_model_parallel_group()] * (not all(shared))
     if tied and ps.is_rank_in_embedding_group():
-        several.append(ps.get_embedding_group())
-    found = [GroupUse(group, "sum") for group in (*(g for g in several if g.size() > 1), *always)]
-    if has_experts and mesh.layout.expert > 1:
-        found.append(GroupUse(ps.get_expert_model_parallel_group(), "swap"))
-    return found + [GroupUse(mesh.pipeline_group, "pass")] * (mesh.pipeline_size > 1)
+        sums.append(ps.get_embedding_group())
+    if has_experts:
+        swaps.append(ps.get_expert_model_parallel_group())
+        sums += [ps.get_expert_tensor_parallel_group(), ps.get_expert_tensor_and_model_parallel_group()]
+        sums += [ps.get_expert_data_parallel_group()]
+        sums += [ps.get_expert_tensor_model_pipeline_parallel_group()] * (not all(shared))
+        sums += [mesh.tensor_and_context_group] * (config.algorithm.routing_replay != "none")
+    between = "ring" if mesh.layout.virtual > 1 else "pass"
+    every = {"sum": sums, "swap": swaps, between: [mesh.pipeline_group]}
+    return [(group, kind) for kind, some in every.items() for group in some if group.size() > 1]
 
 
-def connect(found: Iterable[GroupUse], virtual: int, device: torch.device) -> None:
-    """GroupUse a few elements in every group. Collective.
+def connect(found: Iterable[tuple[dist.ProcessGroup, str]], device: torch.device) -> None:
+    """Send a few elements through every group of `exchanges`. Collective.
 
-    NCCL takes the memory of a communicator, and of the connections of each of its algorithms, when they are
-    first used. By then the update may have filled torch's cache. virtual: model chunks per pipeline rank.
+    NCCL takes the memory of a communicator, and of each of its algorithms, at the first use. By then the
+    update may have filled torch's cache.
     """
     for group, kind in found:
-        one, all_ = torch.zeros(1, device=device), torch.zeros(group.size(), device=device)
+        one, whole = torch.zeros(1, device=device), torch.zeros(group.size(), device=device)
         if kind == "sum":
             for size in (1, 2**22):  # sums of few elements may take another algorithm
                 dist.all_reduce(torch.zeros(size, device=device), group=group)
-            dist.all_gather_into_tensor(all_, one, group=group)
-            dist.reduce_scatter_tensor(one, all_, group=group)
+            dist.all_gather_into_tensor(whole, one, group=group)
+            dist.reduce_scatter_tensor(one, whole, group=group)
         elif kind == "swap":
-            dist.all_to_all_single(torch.zeros_like(all_), all_, group=group)
+            dist.all_to_all_single(torch.zeros_like(whole), whole, group=group)
         else:
-            _pass(group, virtual, device)
+            _pass(group, kind == "ring", device)
 
 
-def _pass(group: dist.ProcessGroup, virtual: int, device: torch.device) -> None:
-    """Send an element to both neighbours, as megatron does. With several chunks the stages form a ring."""
+def _pass(group: dist.ProcessGroup, is_ring: bool, device: torch.device) -> None:
+    """Send an element to both neighbours, as megatron does."""
     rank, ranks = group.rank(), dist.get_process_group_ranks(group)
-    ends = {"prev": rank > 0 or virtual > 1, "next": rank < len(ranks) - 1 or virtual > 1}
+    ends = {"prev": is_ring or rank > 0, "next": is_ring or rank < len(ranks) - 1}
     names = [(f"tensor_{way}_{end}", there) for way in ("send", "recv") for end, there in ends.items()]
-    works = (p2p._p2p_ops if virtual > 1 else p2p._batched_p2p_ops)(
+    works = (p2p._p2p_ops if is_ring else p2p._batched_p2p_ops)(
         **{name: torch.zeros(1, device=device) if there else None for name, there in names},
         group=group,
         prev_pipeline_rank=ranks[rank - 1],

@@ -14,7 +14,7 @@ from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes
 
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -56,29 +56,24 @@ H100 = Gpu(
 
 
 def communicator(ranks: Sequence[int], kind: str, per_node: int) -> int:
-    """Return the bytes of a rank's communicator of NCCL, with NCCL's defaults on nodes of 8 H100.
+    """Return the bytes of a rank's communicator of NCCL 2.30, with its defaults on nodes of 8 H100.
 
-    kind: as in parallel/groups.py. From NCCL 2.30; CUDA maps memory in blocks of 2 MiB:
-
-    - 3 tables for each of 32 channels (src/channel.cc);
-    - a connection receives into 4 MiB (NCCL_BUFFSIZE), 4.7 (LL128) and 0.5 (LL) with a header, and sends from
-      a header: 10 + 2 MiB. Between nodes it has buffers at both ends: 10 + 10 (src/transport/);
-    - sums run on 24 channels in a node, 16 between nodes, in rings and trees: 2 neighbours, 1 if there are 2
-      ranks;
-    - to send to one rank, 32 channels in a group of one node, 4 in others (src/graph/paths.cc), and for other
-      nodes one pool of 32 MiB for each direction.
-
-    Times 1.2, because two measurements are larger: about 1 GiB of 4 ranks that sum (vLLM's pull request
-    51485), 3.28 GB of 8 ranks that swap (NCCL's issue 1685); here 0.90 GiB and 3.6 GB.
+    kind: as in parallel/groups.py; "ring" makes two communicators. Each of 32 channels has 3 tables of 2 MiB,
+    the least that CUDA maps (src/channel.cc). A connection receives into 4 MiB (NCCL_BUFFSIZE), 4.7 (LL128)
+    and 0.5 (LL) and sends from a header, which takes 10 + 2; between nodes 10 + 10 (src/transport/). Sums run
+    in rings and trees of 24 channels in a node, 16 between nodes. To send to a rank takes 32 channels in a
+    group of one node, else 4 and pools of 64 MiB (src/graph/paths.cc). Times 1.2, because of measurements:
+    1 GiB for 4 ranks that sum (vLLM's pull request 51485), 3.28 GB for 8 that swap (NCCL's issue 1685).
     """
     of_node = Counter(rank // per_node for rank in ranks)
-    alone = len(of_node) == 1
+    alone, peers = len(of_node) == 1, max(of_node.values()) - 1
     if kind == "sum":
         size = min(2, len(ranks) - 1) * (24 * 12 if alone else 16 * 20)
     else:
-        peers = max(of_node.values()) - 1
-        size = (min(2, peers) if kind == "pass" else peers) * 12 * (32 if alone else 4) + 64 * (not alone)
-    return int(1.2 * (3 * 2 * 32 + size) * MIB)
+        size = min(peers, {"pass": 2, "ring": 1}.get(kind, peers)) * 12 * (32 if alone else 4) + 64 * (
+            not alone
+        )
+    return int(1.2 * (3 * 2 * 32 + size) * (1 + (kind == "ring")) * 2**20)
 
 
 @dataclass(frozen=True)

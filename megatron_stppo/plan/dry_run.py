@@ -157,11 +157,9 @@ def _of_kind(
     columns = shape.padded_vocab(mesh.tensor_size) // mesh.tensor_size
     size = torch.float32.itemsize if config.model.float32_logits(gpu.is_cuda) else dtype.itemsize
     logits = min(rows, len(microbatch.target_T)) * columns * size
-    used_groups = groups.exchanges(mesh, config, shape.experts > 0, shape.tied)
     communicators = sum(
         communicator(dist.get_process_group_ranks(group), kind, gpu.per_node)
-        * (2 if kind == "pass" and mesh.layout.virtual > 1 else 1)  # megatron connects pairs then
-        for group, kind in used_groups
+        for group, kind in groups.exchanges(mesh, config, shape.experts > 0, shape.tied)
     )
     layers = sum(len(run) for run in mesh.layout.chunks(shape.layers, mesh.pipeline_rank))
     stages = [

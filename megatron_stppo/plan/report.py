@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Console
@@ -92,13 +93,9 @@ def _opening(plan: Plan) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     moves, times, engine, host = plan.exchange, plan.bounds, plan.engine, plan.host
     longest, sharing = plan.use.work.longest, plan.use.sharing
-    room, stage, phase = min(
-        (plan.gpu.usable - total, stage.stage, phase)
-        for stage in plan.use.stages
-        for phase, total in stage.totals(*plan.beside).items()
-    )
-    of = f" of stage {stage}" if plan.use.layout.pipeline > 1 else ""
-    yield f"slack: at least {room / GIB:.1f} GiB, in {phase}{of}"
+    totals = (item for stage in plan.use.stages for item in stage.totals(*plan.beside).items())
+    phase, fullest = max(totals, key=itemgetter(1))
+    yield f"slack: at least {(plan.gpu.usable - fullest) / GIB:.1f} GiB, in {phase}"
     yield (
         f"engine: keys and values of {engine.cached_tokens} tokens, {engine.cached_tokens // longest} "
         f"trajectories of {longest} at once; its working memory is estimated, not measured"

@@ -190,18 +190,8 @@ def newest(source: str, episodes: int) -> tuple[int, str]:
     return len(batch.live_N), f"{found}"
 
 
-LEFT_OUT = {
-    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP",
-    "PIPELINE_MODEL_PARALLEL_GROUP",
-    "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-}
-
-
-def exchanging(dense: str, experts: str) -> dict[str, tuple[set[str], set[str]]]:
-    """Return {layout: (groups in which tensors of a GPU are exchanged in a dry run, those that are listed)}.
-
-    A dry run leaves out the norm of the gradients, what pipeline stages send, and recorded experts.
-    """
+def exchanging(dense: str, experts: str) -> list[tuple[set[str], set[str]]]:
+    """Return (groups in which a dry run exchanges tensors of a GPU, those of groups.exchanges) by layout."""
     from unittest import mock
 
     import torch
@@ -212,34 +202,31 @@ def exchanging(dense: str, experts: str) -> dict[str, tuple[set[str], set[str]]]
     from megatron_stppo.plan.meter import Meter, tensors_in
 
     met, listed, dispatch, of = set[str](), set[str](), Meter.__torch_dispatch__, groups.exchanges
+    # the norm of the gradients, what stages send, recorded experts
+    unplanned = {"INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP", "TENSOR_AND_CONTEXT_PARALLEL_GROUP"}
+    unplanned |= {"PIPELINE_MODEL_PARALLEL_GROUP"}
 
     def seen(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and any(x.is_meta for x in tensors_in(args)):
             boxed = [
                 x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
             ]
-            met.update(ProcessGroup.unbox(group).group_desc for group in boxed)
+            met.update(g.group_desc for g in map(ProcessGroup.unbox, boxed) if g.size() > 1)
         return dispatch(self, func, types, args, kwargs)
 
-    def noted(*given: Any) -> list[groups.GroupUse]:
-        exchanges = of(*given)
-        listed.update(group.group_desc for group, _ in exchanges)
-        return exchanges
+    def noted(*given: Any) -> list[tuple[ProcessGroup, str]]:
+        listed.update(group.group_desc for group, _ in of(*given))
+        return of(*given)
 
-    layouts = {
-        "tensor, context": (dense, {"tensor": 2, "sequence": True, "context": 2}),
-        "pipeline, tied": (dense, {"pipeline": 2, "virtual": 2}),
-        "experts": (experts, {"tensor": 2, "sequence": True, "expert": 2}),
-        "one": (dense, {}),
-    }
-    found = {}
-    for name, (folder, parallel) in layouts.items():
-        met.clear()
-        listed.clear()
-        with (
-            mock.patch.object(Meter, "__torch_dispatch__", seen),
-            mock.patch.object(groups, "exchanges", noted),
+    found = []
+    with mock.patch.object(Meter, "__torch_dispatch__", seen), mock.patch.object(groups, "exchanges", noted):
+        for folder, parallel in (
+            (dense, {"tensor": 2, "sequence": True, "context": 2}),
+            (dense, {"pipeline": 2, "virtual": 2}),
+            (experts, {"tensor": 2, "sequence": True, "expert": 2}),
         ):
-            plan(settings(folder, {"dtype": "auto"}, parallel), 1 if name == "one" else 8)
-        found[name] = (set(met), listed - LEFT_OUT)
+            met.clear()
+            listed.clear()
+            plan(settings(folder, {"dtype": "auto"}, parallel), 8)
+            found.append((set(met), listed - unplanned))
     return found

@@ -100,5 +100,6 @@ def test_a_communicator_has_its_tables_and_a_connection_per_channel_and_neighbou
         (range(8), "swap", 192 + 7 * 32 * 12),
         (range(16), "swap", 192 + 7 * 4 * 12 + 64),
         ((0, 8), "pass", 192 + 64),
+        ((0, 1), "ring", 2 * (192 + 32 * 12)),
     ):
         assert assumptions.communicator(ranks, kind, 8) == int(1.2 * mebibytes * 2**20), (ranks, kind)

@@ -23,7 +23,7 @@ from examples.slurm.preflight import measure
 from examples.slurm.preflight.exchange import Board, RankReport
 from examples.slurm.preflight.judge import CheckRow, judge
 from megatron_stppo.base.files import replacing
-from megatron_stppo.cluster.launch import process, rendezvous, slurm
+from megatron_stppo.cluster.launch import doctor, process, rendezvous, slurm
 from megatron_stppo.config import ConfigError
 
 FAILED = 2  # exit code
@@ -105,7 +105,8 @@ def _measure_alone(settings: Settings, rank: int, report: RankReport, file: Path
 
 def _measure_gpu(report: RankReport, who: str) -> None:
     has_gpu = torch.cuda.is_available()
-    process.check_driver(has_gpu)
+    if not has_gpu and (problem := doctor.driver_problem()):
+        report.faults["driver"] = problem
     slurm.check_gpus(os.environ, has_gpu)
     if has_gpu:
         measure.measure_gpu(report, who, process.device_index())

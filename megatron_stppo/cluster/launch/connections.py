@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -68,14 +68,6 @@ def keep_order(
 
 
 def keep_sums(environment: MutableMapping[str, str], parallel: ParallelConfig) -> None:
-    """Set NCCL_NVLS_ENABLE to 0 if tensor parallel ranks add up what they computed. A set value is kept.
-
-    Call it on a GPU, before the first communicator of NCCL is made.
-    """
+    """Set NCCL_NVLS_ENABLE to 0 for tensor parallelism on a GPU. A value that is already set is kept."""
     if parallel.tensor > 1:
         environment.setdefault(NVLS, "0")
-
-
-def sums_vary(environment: Mapping[str, str], parallel: ParallelConfig) -> bool:
-    """Return whether equal inputs of tensor parallel ranks may have other sums in another call, on a GPU."""
-    return parallel.tensor > 1 and environment.get(NVLS) != "0"

@@ -7,10 +7,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
@@ -32,7 +30,6 @@ NEEDED = {
 }
 # {vLLM: torch that it asks for}. The engine uses private parts of vLLM, which are tested with these versions.
 TESTED_ENGINES = {"0.32.0": "2.13", "0.26.0": "2.11"}
-DRIVERS = {12: 525, 13: 580}  # {major version of CUDA: the first driver for it}
 OPTIONAL = {
     "transformer-engine": "attention is torch's variable-length kernel; norms, linear layers and the rotary "
     "embedding are unfused",
@@ -175,33 +172,24 @@ def _devices() -> Iterator[Finding]:
     pynvml.nvmlShutdown()
 
 
-def torch_cuda() -> int:
-    """Return the major version of CUDA that torch was built for; 0 for none. It does not import torch."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
-    return int(found[1]) if (found := re.search(r"^cuda\b.*= '(\d+)\.", text, re.MULTILINE)) else 0
-
-
 def driver_problem() -> str:
-    """Return why torch cannot use this machine's driver, or "".
+    """Return why torch cannot use the driver of this machine's GPUs, or "". GPUs may be hidden on purpose.
 
     NVML answers with the version of libcuda that is loaded, which may be that of compatibility libraries.
     """
-    pynvml, needed = importlib.import_module("pynvml"), torch_cuda()
+    pynvml = importlib.import_module("pynvml")
     try:
         pynvml.nvmlInit()
-        driver, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:  # without a driver, or without libcuda, as in a container without its GPU
+        cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
+    except pynvml.NVMLError:  # without a driver
         return ""
-    if cuda // 1000 >= needed:
+    needed = int((importlib.import_module("torch").version.cuda or "0").partition(".")[0])
+    if cuda >= needed or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return ""
     return (
-        f"GPU driver {driver}: is for CUDA {cuda // 1000}.{cuda % 1000 // 10}, but torch is built for CUDA "
-        f"{needed}; install driver {DRIVERS.get(needed, 'of that version')} or newer, put the compatibility "
-        f"libraries (cuda-compat-{needed}-0) first in LD_LIBRARY_PATH, or hide the GPUs with "
-        "CUDA_VISIBLE_DEVICES= to use the CPU"
+        f"GPU driver {pynvml.nvmlSystemGetDriverVersion()}: is for CUDA {cuda}, torch for CUDA {needed}; "
+        f"install a newer one (580 for CUDA 13), put compatibility libraries (cuda-compat-{needed}-0) first "
+        "in LD_LIBRARY_PATH, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU"
     )
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from megatron_stppo.base.errors import ConfigError
 from megatron_stppo.base.printing import Printable, say
-from megatron_stppo.cluster.launch import connections, slurm
+from megatron_stppo.cluster.launch import connections, doctor, slurm
 from megatron_stppo.cluster.preemption import ends_at_sigterm
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def prepare(engine: bool = True, device: str = "cpu") -> None:
     encoding = codecs.lookup(locale.getencoding()).name
     if encoding != "utf-8" and not sys.flags.utf8_mode:  # torch reads its own sources in this encoding
         raise ConfigError(f"the locale's encoding is {encoding}: set PYTHONUTF8=1, or LC_ALL=C.UTF-8")
-    if device == "cpu":
-        check_driver(_has_gpu())
+    if device == "cpu" and not _has_gpu() and (problem := doctor.driver_problem()):
+        raise ConfigError(problem)  # else the run would train on the CPU
     logging.basicConfig(level=logging.WARNING, format=LINE)
     _print_safely(logging.getLogger())
     _ignore_warnings()
@@ -129,17 +129,6 @@ def _print_safely(logger: logging.Logger) -> None:
     """Make what the logger prints safe for a terminal: it may quote text of the model or of a tool."""
     for handler in logger.handlers:
         handler.setFormatter(Printable(handler.formatter or logging.Formatter()))
-
-
-def check_driver(seen: bool) -> None:
-    """Raise ConfigError if torch does not see the GPUs because their driver is too old.
-
-    Otherwise the run would train on the CPU. An empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose.
-    """
-    from megatron_stppo.cluster.launch.doctor import driver_problem
-
-    if not seen and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and (problem := driver_problem()):
-        raise ConfigError(problem)
 
 
 def check_transformer_engine() -> None:
@@ -214,7 +203,7 @@ def start(config: Config, is_alone: bool = True) -> MeshRank:
         if _has_gpu():  # before the engine and the models take memory
             shape = read_shape(config.model.path)
             found = groups.exchanges(mesh, config, shape.experts > 0, shape.tied)
-            groups.connect(found, mesh.layout.virtual, torch.device("cuda", torch.cuda.current_device()))
+            groups.connect(found, torch.device("cuda", torch.cuda.current_device()))
     if mesh.rank == 0:
         say(_opening(config, mesh))
     return mesh
@@ -254,7 +243,6 @@ def _opening(config: Config, mesh: MeshRank) -> str:
     import torch
     from megatron.core.optimizer import Adam
 
-    from megatron_stppo.cluster.launch import doctor
     from megatron_stppo.model import fusions
     from megatron_stppo.model.layers import layer_spec
     from megatron_stppo.model.pipeline import sharing_obstacle

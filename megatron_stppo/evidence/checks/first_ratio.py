@@ -44,7 +44,7 @@ def first_ratio(stage: Stage) -> Iterator[Checked]:
 
 def suspects(parallel: ParallelConfig) -> str:
     """Return the settings to look at if scoring and update differ."""
-    if torch.cuda.is_available() and connections.sums_vary(os.environ, parallel):
+    if torch.cuda.is_available() and parallel.tensor > 1 and os.environ.get(connections.NVLS) != "0":
         return f"{connections.NVLS}: with NVLS, sums of tensor parallel ranks change between calls; set 0"
     return (
         "update.tokens_per_microbatch, model.layers, megatron: scoring and update compute different "
