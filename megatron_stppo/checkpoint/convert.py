@@ -29,7 +29,7 @@ from megatron_stppo.data.text.tokenizer_files import digests
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.optimizer import Trainer
-from megatron_stppo.parallel.collectives import raise_together
+from megatron_stppo.parallel.collectives import refused_together
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.reshard.resharder import Resharder
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
@@ -124,13 +124,12 @@ def _begin(folder: Path, template: Path, shape: ModelShape, dtype: torch.dtype, 
 
 def on_first(write: Callable[[], None]) -> None:
     """Run `write` on rank 0. Raises ConfigError on all ranks if it fails."""
-    problem: str | None = None
-    if dist.get_rank() == 0:
+    with refused_together():
         try:
-            write()
+            if dist.get_rank() == 0:
+                write()
         except (OSError, ValueError, SafetensorError) as error:  # the last one on a full disk
-            problem = str(error)
-    raise_together(problem, lambda failures: ConfigError(failures[0]), str)
+            raise ConfigError(str(error)) from error
 
 
 def export_peft(

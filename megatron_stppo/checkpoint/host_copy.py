@@ -81,7 +81,7 @@ class HostCopy:
     @property
     def bytes(self) -> int:
         """Approximate number of bytes that this rank will write."""
-        return sum(_size(data) for _, data in self._writer.items)
+        return sum(len(d) if isinstance(d, bytes) else d.nbytes for _, d in self._writer.items)
 
     def write(self) -> tuple[list[Written], dict[str, File]]:
         """Write this rank's file, if it has one, and wait until it is on disk.
@@ -192,7 +192,3 @@ class _Hashed:
         return len(data)
 
     def flush(self) -> None: ...
-
-
-def _size(data: Tensor | bytes) -> int:
-    return len(data) if isinstance(data, bytes) else data.nbytes

@@ -64,7 +64,9 @@ class Save:
         Errors are stored in `refused` and `broken`, not raised: an exception in a thread would be lost.
         """
         try:
-            self._write()
+            self._together(lambda: self._prepare() if self._first else Report())
+            reports = self._together(self._own)
+            self._together(lambda: self._publish(reports) if self._first else Report())
         except Refused as error:
             self.refused = f"{self.final} is not saved ({self.bytes / 2**20:.1f} MiB): {error}"
             if self._first:
@@ -78,11 +80,6 @@ class Save:
     @property
     def _first(self) -> bool:
         return dist.get_rank() == 0
-
-    def _write(self) -> None:
-        self._together(lambda: self._prepare() if self._first else Report())
-        reports = self._together(self._own)
-        self._together(lambda: self._publish(reports) if self._first else Report())
 
     def _together(self, action: Callable[[], Report]) -> list[Report]:
         """Run `action` and return the reports of all ranks on rank 0 (an empty list on the others).

@@ -89,8 +89,8 @@ def _recorded(config: Config, folder: Path) -> RecordedBatch:
     from megatron_stppo.data.division import minibatches
     from megatron_stppo.plan.work import RecordedBatch, newest_batch
 
-    rollout, count = config.rollout, config.update.minibatches
-    batch, episodes = newest_batch(folder, rollout.tasks_per_iteration * rollout.samples_per_task)
+    count = config.update.minibatches
+    batch, episodes = newest_batch(folder, config.rollout.episodes)
     if episodes < count:
         raise ConfigError(
             f"--from={folder}: its last iteration has {episodes} episodes, fewer than "
@@ -111,11 +111,11 @@ def _plan_asynchronous(
     """Print forecasts of asynchronous training. Raises ConfigError if no number of GPUs has a split."""
     from megatron_stppo.config.file import load
     from megatron_stppo.plan import assumptions
-    from megatron_stppo.validation import splits
+    from megatron_stppo.validation import checks
 
     settings = load(config, overrides)
     given = assumptions.read(settings, assume)
-    candidates = {count: splits.candidates(settings, count) for count in gpus}
+    candidates = {count: checks.candidates(settings, count) for count in gpus}
     with importing(quiet=True, engine=False, device="meta"):
         from megatron_stppo.plan.outlook import Planner, recorded_lengths
         from megatron_stppo.plan.report import write_outlooks

@@ -240,7 +240,7 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing" and isinstance(error["loc"][-1], int):  # a value of a list has no name
         return _explain(error | {"type": "too_short", "loc": error["loc"][:-1]})
     if error["type"] == "extra_forbidden":
-        known = _fields(path[:-1])
+        known = list(_annotation(path[:-1]).model_fields)
         asked = did_you_mean(path[-1], known, ".".join([*path[:-1], "{}"]))
         remedy = asked or f"known here: {', '.join(sorted(known))}"
         return f"{where}={_short(repr(error['input']))}: no such field; {remedy}"
@@ -252,10 +252,6 @@ def _explain(error: Any) -> str:
     if error["type"] == "value_error":  # its message already has the value, if it may be shown
         return f"{where}: {message}"
     return f"{where}={_short(repr(error['input']))}: {message}"
-
-
-def _fields(path: list[str]) -> list[str]:
-    return list(_annotation(path).model_fields)
 
 
 def _is_text(path: list[str]) -> bool:

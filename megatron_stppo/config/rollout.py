@@ -187,6 +187,11 @@ class RolloutConfig(Section):
         "refused",
     )
 
+    @property
+    def episodes(self) -> int:
+        """Episodes of an iteration."""
+        return self.tasks_per_iteration * self.samples_per_task
+
 
 class EvaluateConfig(Section):
     tasks: int | None = Field(None, ge=1, description="number of tasks, as a fixed sample; default: all")

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.base.types import Batch, BatchT, Summary, Trajectory
-from megatron_stppo.config import ConfigError
 from megatron_stppo.data.packing import holding, rollout_logprobs, rows_of, token_ids, without_tokens
 from megatron_stppo.data.routes import joined
 from megatron_stppo.parallel.collectives import (
@@ -24,9 +23,8 @@ from megatron_stppo.parallel.collectives import (
     all_gather_bytes,
     all_reduce_max,
     all_to_all,
-    first,
     gather_records,
-    raise_together,
+    refused_together,
 )
 
 
@@ -77,13 +75,8 @@ class Played:
 
         Raises ConfigError on all ranks if those of any trajectory were not recorded.
         """
-        recorded_P, misuse = None, None
-        try:
+        with refused_together():
             recorded_P = joined(self.own, layers, chosen, experts)
-        except ConfigError as error:
-            misuse = str(error)
-        raise_together(misuse, lambda failures: ConfigError(first(failures)), str)
-        assert recorded_P is not None
         return deal(recorded_P, batch, self._given(), wanted)
 
     def _given(self) -> list[range]:

@@ -29,23 +29,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 def read(path: Path) -> tuple[Task, ...]:
     """Return all tasks of a file. Raises ConfigError, whose message names file, row (from 1), field and
     remedy."""
-    readers = {".jsonl": _jsonl, ".parquet": _parquet}
-    if path.suffix not in readers:
+    if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(f"data={path}: has {path.suffix or 'no'} suffix; give a .jsonl or .parquet file")
     try:
-        tasks = tuple(
-            _task(row, where, index) for index, (where, row) in enumerate(readers[path.suffix](path))
-        )
+        rows = _parquet(path) if path.suffix == ".parquet" else jsonl_rows(path, "data")
+        tasks = tuple(_task(row, where, index) for index, (where, row) in enumerate(rows))
     except (OSError, pa.ArrowException) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(f"data={path}: cannot be read ({reason}); give a .jsonl or .parquet file") from None
     if not tasks:
         raise ConfigError(f"data={path}: holds no rows; give at least one task")
     return tasks
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    return jsonl_rows(path, "data")
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:

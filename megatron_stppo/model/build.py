@@ -13,14 +13,14 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_stppo.config import Config, ConfigError, LoraConfig
+from megatron_stppo.config import Config, LoraConfig
 from megatron_stppo.model import adapters, fusions
 from megatron_stppo.model.experts import join_weights, use_dispatchers
 from megatron_stppo.model.layers import layer_spec, layers_of
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.routing_replay import attach
 from megatron_stppo.model.token_model import TokenModel, ValueHead, share
-from megatron_stppo.parallel.collectives import first, raise_together
+from megatron_stppo.parallel.collectives import refused_together
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_checkpoint import check_base, load_hf, load_peft
@@ -314,14 +314,10 @@ def from_hf(
     folder = (config.model.critic_path or config.model.path) if role == "critic" else config.model.path
     last = chunk_prefix(len(model), len(model) - 1)
     keep = [last + name for name in VALUE_HEAD] if role == "critic" else []
-    problem: str | None = None
-    try:
+    with refused_together():  # of a tensor, for instance, that only one rank reads
         head = head_of_critic(folder) if role == "critic" else "vocabulary"
         spans = training_spans(
             shape, mesh.layout, mesh.rank, spec=layer_spec(config), head=head, tied_copy=True
         )
         load_hf(folder, shape, spans, named_parameters(model), keep={*keep, *own} - spans.keys())
-    except ConfigError as error:  # for instance of a tensor that only this rank reads
-        problem = str(error)
-    raise_together(problem, lambda problems: ConfigError(first(problems)), str)
     return model

@@ -8,11 +8,14 @@ Every function that takes a group is a collective: all ranks of the group must c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
+
+from megatron_stppo.base.errors import ConfigError
 
 Failure = TypeVar("Failure")
 Record = TypeVar("Record")
@@ -197,6 +200,17 @@ def raise_together(
     if failures := gather_failures(own, type, group):
         error = exception(failures)
         raise error from (error.__cause__ if error is cause else cause)
+
+
+@contextmanager
+def refused_together(group: Group = None) -> Iterator[None]:
+    """Raise ConfigError on every rank if any rank raises one in the block: the first of them. Collective."""
+    misuse: str | None = None
+    try:
+        yield
+    except ConfigError as error:
+        misuse = str(error)
+    raise_together(misuse, lambda found: ConfigError(first(found)), str, group)
 
 
 def gather_failures(own: Failure | None, type: type[Failure], group: Group = None) -> dict[int, Failure]:

@@ -71,7 +71,7 @@ class Planner:
         """assumed: the assumptions, by name. source: trajectories on which shared prefixes are measured."""
         self.config, self.work, self.assumed, self.gpu, self.source = config, work, assumed, gpu, source
         self.shape = read_shape(config.model.path)
-        self.batch = config.rollout.tasks_per_iteration * config.rollout.samples_per_task  # episodes
+        self.batch = config.rollout.episodes
         self.concurrency = config.serving.concurrency or config.rollout.max_sequences  # per replica
         self._serving = config.changed(rollout={"gpu_memory_utilization": assumed["replica_memory"]})
         self._uses: dict[int, TrainingUse] = {}

@@ -110,7 +110,8 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{host.copies / 1e9:.1f} GB for a copy while it is written, {host.offloaded / 1e9:.1f} GB with "
         f"update.offload={plan.use.config.update.offload}"
     )
-    yield f"tokens computed: {_share(sharing.distinct)} of the trajectories' ({sharing.reason})"
+    share = "all" if sharing.distinct == 1 else f"{100 * sharing.distinct:.0f} %"
+    yield f"tokens computed: {share} of the trajectories' ({sharing.reason})"
     yield (
         f"time at least: rollout {times.rollout:.1f} s, score {times.score:.1f} s, update {times.update:.1f} "
         f"s, reshard {times.reshard:.2g} s; at most {times.tokens_per_second:.3g} tokens/s of "
@@ -118,10 +119,6 @@ def _lines(plan: Plan) -> Iterator[str]:
     )
     yield from (f"assumed: {source}" for source in plan.gpu.sources)
     yield "does not fit" if plan.broken else "fits"
-
-
-def _share(distinct: float) -> str:
-    return "all" if distinct == 1 else f"{100 * distinct:.0f} %"
 
 
 def write_outlooks(

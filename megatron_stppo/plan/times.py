@@ -46,12 +46,8 @@ def bounds(
     scored, updated = _microbatch_flop(config, use.stages)
     score, update = scored * share, updated * share * config.update.epochs
     seconds = (_rollout(use, shape, engine, gpu), score * bubble / gpu.flops, update * bubble / gpu.flops)
-    tokens = _batch(config) * work.longest
+    tokens = config.rollout.episodes * work.longest
     return Bounds(*seconds, reshard_seconds, tokens, tokens / (sum(seconds) + reshard_seconds))
-
-
-def _batch(config: Config) -> int:
-    return config.rollout.tasks_per_iteration * config.rollout.samples_per_task
 
 
 def _microbatch_flop(config: Config, stages: Sequence[StageUse]) -> tuple[int, int]:
@@ -74,7 +70,7 @@ def _rollout(use: TrainingUse, shape: ModelShape, engine: EngineUse, gpu: Gpu) -
     trajectory, and reads and writes the states of its sequence.
     """
     config, layout, work = use.config, use.layout, use.work
-    played = _batch(config) / (layout.world // config.engine_tensor)
+    played = config.rollout.episodes / (layout.world // config.engine_tensor)
     room = max(1, engine.cached_tokens // work.longest)  # whole trajectories in the cache
     together = min(config.rollout.max_sequences, played, room)
     steps = played / together * work.action_tokens
@@ -122,7 +118,7 @@ def trainer_speed(use: TrainingUse, tokens: float, gpu: Gpu, assumed: Mapping[st
     """
     config, layout = use.config, use.layout
     own = use.sharing.distinct / (layout.data * layout.context)  # computed tokens of a rank / all tokens
-    mine = _batch(config) * tokens * own / config.update.minibatches
+    mine = config.rollout.episodes * tokens * own / config.update.minibatches
     bubble = 1 + (layout.pipeline - 1) / (layout.virtual * max(1.0, mine / use.microbatch_tokens))
     score, update = _microbatch_flop(config, use.stages)
     flop = (score + update * config.update.epochs) / use.microbatch_tokens  # of a rank, for its tokens

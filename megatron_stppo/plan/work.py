@@ -85,8 +85,7 @@ class Work:
 
     @classmethod
     def of(cls, config: Config, cut: PackingSpec, data: int) -> Work:
-        played = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
-        mine, longest = played // (config.update.minibatches * data), config.max_context
+        mine, longest = config.rollout.episodes // (config.update.minibatches * data), config.max_context
         microbatches = len(microbatch_runs(Tree.plain([longest] * mine), cut))
         actions = sum(len(turn.token_ids) for turn in trajectory(config, longest).turns)
         tokens = mine * longest // cut.context_size
@@ -158,7 +157,7 @@ class Sharing:
                 runs = microbatch_runs(tree, packer.spec)
                 computed += sum(int(tree.packed(run).lengths.sum()) for run in runs)
                 tokens += int(tree.lengths.sum())
-        planned = config.rollout.tasks_per_iteration * config.rollout.samples_per_task
+        planned = config.rollout.episodes
         fewer = f", on {source.episodes} episodes instead of {planned}" if source.episodes < planned else ""
         routed = ", if the engine's experts agree on them" if packer.by_route else ""
         reason = f"prefixes shared{routed}, measured on {source.folder}{fewer}"

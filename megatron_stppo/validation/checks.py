@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_stppo.base.files import check_absent
@@ -327,3 +328,57 @@ def divisible(config: Config, layout: Layout, trajectories: int, why: str = "") 
 def _multiple(value: int, of: int) -> str:
     low = value // of * of
     return f"{low} or {low + of}" if low else str(of)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Divisions of a number of GPUs between a trainer and replicas, as far as layout and batch allow.
+
+    Example: 64 GPUs, a layout of 16 GPUs and engines of 8 give the trainers (16, 32) if the batch can be
+    divided by 2 but not by 3 data-parallel ranks.
+    """
+
+    trainers: tuple[int, ...]  # GPUs of the trainer, ascending; the remaining ones serve
+    left_out: tuple[str, ...]  # what is not possible, and why
+    refusal: str  # why colocated training is not possible; empty if layout and batch allow it
+
+
+def candidates(config: Config, gpus: int) -> Candidates:
+    """Return the divisions in which every GPU trains or serves, with at least one replica.
+
+    Raises ConfigError for a configuration that no division can have.
+    """
+    model_folder.check_model(config)
+    check_engine(config, config.engine_tensor)
+    check_context(config)
+    parallel = config.parallel
+    unit = parallel.tensor * parallel.context * parallel.pipeline
+    batch = config.rollout.episodes
+    trainers, uneven, left_out = list[int](), list[int](), list[str]()
+    for trainer in range(unit, gpus, unit):
+        if (gpus - trainer) % config.engine_tensor:
+            continue
+        try:
+            layout = check_parallel(config, trainer)
+        except ConfigError as error:
+            left_out.append(f"{trainer} GPUs for training: {error}")
+            continue
+        model_folder.check_reference(config, layout, tokenizers=False)
+        is_even = batch % (config.update.minibatches * layout.data) == 0
+        (trainers if is_even else uneven).append(trainer)
+    if uneven:
+        left_out.append(
+            f"{', '.join(map(str, uneven))} GPUs for training: the {batch} trajectories of a batch are not a "
+            f"multiple of update.minibatches={config.update.minibatches} * data-parallel ranks"
+        )
+    if gpus <= unit:
+        left_out.append(
+            f"{gpus} GPUs: parallel.tensor * context * pipeline = {unit} GPUs train, and none is left for a "
+            "replica"
+        )
+    refusal = ""
+    try:
+        check(config.changed(serving={"replicas": None}), gpus, "plan")
+    except ConfigError as error:
+        refusal = str(error)
+    return Candidates(tuple(trainers), tuple(left_out), refusal)

@@ -95,9 +95,9 @@ def check_engine(config: Config, world_size: int) -> None:
     trainer's ranks, their number."""
     tensor = config.engine_tensor
     if config.serving.replicas is None and world_size % tensor:
+        choices = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
         raise ConfigError(
-            f"rollout.engine_tensor={tensor} must divide the number of ranks {world_size}; "
-            f"choose {_choices(world_size)}"
+            f"rollout.engine_tensor={tensor} must divide the number of ranks {world_size}; choose {choices}"
         )
     shape = read_shape(config.model.path)
     check_layout(shape, tensor, field="rollout.engine_tensor", serving=True)
@@ -194,7 +194,3 @@ def _obstacle(shape: ModelShape, tensor: int, serving: bool) -> str | None:
 def _listed(values: list[int]) -> str:
     *first, last = map(str, values)
     return f"{', '.join(first)} or {last}" if first else last
-
-
-def _choices(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

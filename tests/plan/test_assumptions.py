@@ -12,7 +12,7 @@ from megatron_stppo.config.file import load
 from megatron_stppo.observe.throughput import PEAK_FLOPS
 from megatron_stppo.plan import assumptions
 from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes, Workload
-from megatron_stppo.validation.splits import candidates
+from megatron_stppo.validation.checks import candidates
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

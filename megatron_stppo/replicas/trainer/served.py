@@ -26,7 +26,7 @@ from megatron_stppo.data.exchange import Played
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.metrics import counting
-from megatron_stppo.parallel.collectives import any_rank, broadcast_bytes, decode, encode, raise_together
+from megatron_stppo.parallel.collectives import any_rank, broadcast_bytes, decode, encode, refused_together
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.sender import ASKS, Sender
 from megatron_stppo.replicas.wire import keys
@@ -166,19 +166,19 @@ class Served:
     def restore(self, state: Mapping[str, Any], episodes: Callable[[], bytes]) -> None:
         """Restore the ledger on the first rank. Raises ConfigError on all ranks, also for episodes that
         cannot be read, perhaps because another version of this program wrote them."""
-        misuse: str | None = None
-        if self._hub is not None:
+        with refused_together():
+            if self._hub is None:
+                return
             try:
                 finished, unfinished = decode_episodes(episodes())
                 self._hub.ledger.restore(state, finished)
                 self._hub.recall(unfinished)
-            except ConfigError as error:
-                misuse = str(error)
+            except ConfigError:
+                raise
             except (OSError, ValueError, msgspec.MsgspecError) as error:
-                misuse = (
+                raise ConfigError(
                     f"the checkpoint's episodes cannot be read ({one_line(str(error))}); resume from another"
-                )
-        raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
+                ) from error
 
     def measure(self) -> dict[str, Any]:
         self._meter.sent, self._sender.sent = self._sender.sent, 0

@@ -13,13 +13,13 @@ from megatron_stppo.base.files import replacing
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.launch.doctor import engine_version
 from megatron_stppo.cluster.launch.rendezvous import connect_store, host_store
-from megatron_stppo.config import Config, ConfigError
+from megatron_stppo.config import Config
 from megatron_stppo.data.ledger import Terms
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import build_learner
 from megatron_stppo.observe.console import say, timed
-from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, raise_together
+from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode, refused_together
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.hub import Hub
@@ -62,14 +62,11 @@ def start_hub(
     trained: how the ranks hold the weights. notice: see assemble. Return the hub (None on other ranks), and
     the store of the groups for weights.
     """
-    hub, misuse, store, at = None, None, None, ("", 0)
-    if dist.get_rank() == 0:
-        try:
+    hub, store, at = None, None, ("", 0)
+    with refused_together():
+        if dist.get_rank() == 0:
             crew, store = _first(config, dtype, trained)
             hub, at = Hub(crew, notice), crew.address
-        except ConfigError as error:
-            misuse = str(error)
-    raise_together(misuse, lambda failures: ConfigError(failures[0]), str)
     at = decode(broadcast_bytes(encode(at), 0), tuple[str, int])
     return hub, store or connect_store(at[0], at[1], timedelta(seconds=config.serving.timeout))
 

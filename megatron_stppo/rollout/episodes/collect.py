@@ -27,9 +27,9 @@ from megatron_stppo.parallel.collectives import (
     any_rank,
     broadcast_record,
     by_rank,
-    first,
     gather_failures,
     raise_together,
+    refused_together,
 )
 from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
@@ -143,14 +143,11 @@ def open_together(
     patience, began, waits = section.tool_wait if resume else 0.0, time.monotonic(), False
     while True:
         away: ToolAway | None = None
-        misuse: str | None = None
-        try:
-            made = make()
-        except ToolAway as error:
-            away = error
-        except ConfigError as error:
-            misuse = str(error)
-        raise_together(misuse, lambda found: ConfigError(first(found)), str)
+        with refused_together():
+            try:
+                made = make()
+            except ToolAway as error:
+                away = error
         reasons = list(gather_failures(str(away) if away else None, str).values())
         if not reasons:
             if waits and dist.get_rank() == 0:
