@@ -4,8 +4,6 @@ This is the Python interface; docs/python.md describes it. Its names are importe
 that `import megatron_stppo` imports neither torch nor megatron nor vLLM.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -4,8 +4,6 @@ Exit codes: 0 done, 2 bad usage or configuration, 85 checkpointed for requeue, 9
 else a crash.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from typing import Annotated, NoReturn

@@ -13,8 +13,6 @@ from environment variables, and the last line of the output is what it returns. 
 exit status is 1.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

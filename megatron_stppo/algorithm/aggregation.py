@@ -5,8 +5,6 @@ and a micro-batch uses the weights of its tokens in the minibatch. docs/algorith
 kind.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Advantages relative to a group of trajectories, and whitening: what GAE does not compute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

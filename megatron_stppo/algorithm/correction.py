@@ -20,8 +20,6 @@ In one step, squared_estimate is called for b and for g per micro-batch. The sum
 are passed to calibrated_norm, in_unit and correction_scale, which work on plain numbers.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -6,8 +6,6 @@ The axis has no observation tokens: the last token of a turn is followed by the 
 so value, delta and the product of lambdas skip the observation between them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,8 +12,6 @@ Example of a loss, PPO's without clipping, and of an advantage, the outcome less
         return outcome_N - outcome_N[counted_N].mean()
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

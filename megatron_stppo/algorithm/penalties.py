@@ -1,7 +1,5 @@
 """Terms besides the surrogate: KL estimators, penalty of length, value loss, weights for a mismatch."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -11,8 +11,6 @@ A controller reads only numbers that are equal on every rank, and that are known
 in StepMemory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self

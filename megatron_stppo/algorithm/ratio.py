@@ -5,8 +5,6 @@ Source: ST-PPO, arXiv 2511.20718. A segment is a token (PPO), a turn (Turn-PPO, 
 is a segment.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

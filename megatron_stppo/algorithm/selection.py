@@ -9,8 +9,6 @@ Source: DPPO-Binary-TV, arXiv 2602.04879. Difference: the ratio is not truncated
 With both nothing is clipped. The KL and entropy terms of the loss keep all tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 

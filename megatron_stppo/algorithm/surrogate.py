@@ -12,8 +12,6 @@ The bounds of a segment with n tokens are (1-eps_low)^(n^-p) and (1+eps_high)^(n
 p = 1 they bound the probability of the whole segment, which changes by the factor w^n.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

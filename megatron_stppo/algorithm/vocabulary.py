@@ -9,8 +9,6 @@ m is subtracted before anything is summed, and m + ln s is never computed: for l
 number would lose the third decimal.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Replace a file or a folder in one step: a reader sees the old one or the new one, never a part of it."""
 
-from __future__ import annotations
-
 import glob
 import itertools
 import os

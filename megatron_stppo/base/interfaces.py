@@ -1,7 +1,5 @@
 """Sockets that listen on one network interface of this machine, which a field of the configuration names."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import os

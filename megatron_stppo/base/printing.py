@@ -1,8 +1,6 @@
 """Messages to the user: text from outside that is safe to print, hints for misspelled names, and outputs that
 cannot be written."""
 
-from __future__ import annotations
-
 import difflib
 import io
 import logging

@@ -12,8 +12,6 @@ each rank saves and loads what it holds, without communication. The files have t
 fully_reshardable.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

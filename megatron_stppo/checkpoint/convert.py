@@ -4,8 +4,6 @@ weights/sharding/hf_checkpoint.py reads a Hugging Face folder (load_hf). The res
 target is the whole tensors on rank 0, for one file at a time.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -5,8 +5,6 @@ the frozen weights, which are read from model.path again, and one of the referen
 from model.lora.path again. Both are taken when a run builds its models: a save reads neither folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

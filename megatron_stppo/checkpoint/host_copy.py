@@ -6,8 +6,6 @@ forever if one of them dies. Here the calling thread writes one file per rank an
 writes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -4,8 +4,6 @@ All ranks load the same step: rank 0 lists the steps, and every rank verifies it
 against the manifest. step_folder.py describes the files.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -8,8 +8,6 @@ describes which files are published, and when.
 All random numbers of a run are functions of (seed, iteration), so a checkpoint contains no random state.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import importlib.metadata

@@ -12,8 +12,6 @@ are read here may be damaged or malicious: their size is limited, they are decod
 file is only opened if its name was found in the folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

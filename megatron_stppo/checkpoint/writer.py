@@ -5,8 +5,6 @@ loop and the manifest, and publishes the step. After each of these stages the ra
 that no rank waits for one that failed.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The end of a process: one line of text for the user, and the exit code."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import errno

@@ -1,8 +1,6 @@
 """Preemption by a signal or by the end of the allocation. The loop checks for it between iterations, and an
 evaluation between engine steps."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

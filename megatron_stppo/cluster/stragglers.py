@@ -10,8 +10,6 @@ own busy seconds in the phases of WATCHED are compared:
   shared device, but not a rank that has more work than the others.
 """
 
-from __future__ import annotations
-
 import logging
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The commands `audit`, `audit-tokens`, `check-layouts`, `doctor` and `verify`."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

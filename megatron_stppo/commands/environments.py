@@ -1,7 +1,5 @@
 """The commands `check-environment`, `build-index` and `init`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -5,8 +5,6 @@ installs signal handlers. In a process of its own it leaves a notebook as it was
 exactly what the command does.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

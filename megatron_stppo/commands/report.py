@@ -1,7 +1,5 @@
 """The commands `report` and `compare`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The section `algorithm`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal

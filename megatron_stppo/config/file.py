@@ -1,7 +1,5 @@
 """Read a run's YAML file and `section.field=value` overrides. Errors name field, value and remedy."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, get_args

@@ -7,8 +7,6 @@ would, bit for bit, so training is the same.
 behaviour: from the engine, which generated the tokens; the trainer needs no pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

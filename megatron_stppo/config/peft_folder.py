@@ -5,8 +5,6 @@ types and shapes of the matrices. Options that change what an adapter computes, 
 here, are refused unless they are off.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The sections `run`, `deadlines` and `telemetry`: what a run writes, and when it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal

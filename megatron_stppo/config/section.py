@@ -1,7 +1,5 @@
 """The base of all sections of a configuration, and rules about fields that do not fit together."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The section `serving`: asynchronous training, with engines in programs of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

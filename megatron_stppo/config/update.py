@@ -1,7 +1,5 @@
 """The sections `update` and `cold_start`: the optimizer steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Literal
 

@@ -5,8 +5,6 @@ folder of the configuration file or in a folder of PYTHONPATH are allowed, becau
 run chooses both. The standard library, installed packages and the current folder are not allowed.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

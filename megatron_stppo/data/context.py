@@ -5,8 +5,6 @@ late one, so that causal attention has the same cost on every rank. megatron's r
 TransformerEngine's attention expect this order for packed sequences.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

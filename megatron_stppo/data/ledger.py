@@ -19,8 +19,6 @@ open groups stays. This happens at most `resample` times per batch. A dropped gr
 be trained on earlier, never later, so the bound on the staleness holds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

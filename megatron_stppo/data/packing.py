@@ -1,7 +1,5 @@
 """Packs trajectories into a batch, and a batch into microbatches by token budget; unpacks the results."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ The largest number of the data type stands for unknown experts, which the traine
 a trajectory's last token, which the engine never read, and of a trajectory without a turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -7,8 +7,6 @@ unchanged. A null is a missing key, except within a list, and within `extra_info
 file. All values are converted to those of JSON (values.py).
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ A replica's message and a line of a file are both checked as trajectories. There
 pass: the update refuses their batch (`not_finite`).
 """
 
-from __future__ import annotations
-
 from dataclasses import fields
 
 import torch

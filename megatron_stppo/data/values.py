@@ -4,8 +4,6 @@ A value has the same form wherever the environment runs: in the run's own proces
 command that gets its task as JSON. So it is converted once, when the file is read.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

@@ -5,8 +5,6 @@ A difference is which text is the answer: the last <answer> of the policy's own 
 more than MAX_ANSWERS answers has none, so that listing many candidates does not earn a reward.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Iterable
 from typing import Literal

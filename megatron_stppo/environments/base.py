@@ -1,7 +1,5 @@
 """The interface of an environment (reset, step, close), which a user implements for a new task."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable

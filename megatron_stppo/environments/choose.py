@@ -1,7 +1,5 @@
 """The environment named by a run's configuration: one of the package, or one that the user wrote."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import socket

@@ -6,8 +6,6 @@ ends a run. Only a class without the methods of an environment is NotAnEnvironme
 exit code 2. A metric that cannot be used is left out.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import numbers

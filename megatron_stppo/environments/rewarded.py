@@ -8,8 +8,6 @@ StepResult.metrics. It may be a coroutine function.
 Example: def brief(task, turns, result): return result.reward - 0.001 * sum(len(a) for a, _ in turns)
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace

@@ -6,8 +6,6 @@ turns, one last generation may only answer. The reward is the exact match of the
 own text of that turn; tags in the prompt or in a document are never graded.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

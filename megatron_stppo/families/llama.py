@@ -1,7 +1,5 @@
 """Llama, and families with other biases, norms or experts: Mixtral, Qwen2, Qwen3 and its mixture."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -5,8 +5,6 @@ is. Only A x is communicated between tensor-parallel ranks, which is r numbers p
 the layer gathers x, and reduced where the layer reduces its output.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Builds actor, critic and reference, each with the weights of its Hugging Face folder."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -13,8 +13,6 @@ The kernel reads the weights of all experts as one tensor [E, O, I]. They lie so
 main gradients; a copy would move 2.4 GB per layer of Qwen3-30B-A3B, in the forward and in the backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple

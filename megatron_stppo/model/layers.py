@@ -4,8 +4,6 @@ The two differ in their kernels and in the names of the norms' weights. A checkp
 with the layers that wrote it (checkpoint/fit.py). Hugging Face folders work with both.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """One rank's share of the models without the engine: everything that scoring and updating need."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial

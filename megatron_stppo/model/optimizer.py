@@ -1,7 +1,5 @@
 """A trained model with its optimizer. The gradient norm is available before the step is taken."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence

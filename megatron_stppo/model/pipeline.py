@@ -1,7 +1,5 @@
 """Runs microbatches through megatron's pipeline schedules, for scoring and for training."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

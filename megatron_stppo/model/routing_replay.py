@@ -8,8 +8,6 @@ arXiv 2510.11370). The weights of the replayed experts come from the current rou
 through them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -4,8 +4,6 @@ On the last pipeline stage, a policy returns the hidden states of the action tok
 log-probs from them, so that logits are never computed for other tokens, nor for all action tokens at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lines on stderr while a command runs: the seconds of each step of start-up, and one line per iteration."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping

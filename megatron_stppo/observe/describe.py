@@ -1,7 +1,5 @@
 """Metrics of an iteration's trajectories and batch for metrics.jsonl."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """The metrics of a run: metrics.jsonl, the time per phase, and progress bars."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,8 +4,6 @@ Does not import torch. A thread samples values for which NVML has no counter. Va
 support are left out.
 """
 
-from __future__ import annotations
-
 import logging
 import statistics
 import threading

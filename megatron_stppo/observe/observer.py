@@ -1,7 +1,5 @@
 """All measurements of a training run: deadlines, clocks, devices, and the rows of metrics."""
 
-from __future__ import annotations
-
 import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -3,8 +3,6 @@
 A reporter may fail at any time: Metrics then warns once and drops its rows.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import time

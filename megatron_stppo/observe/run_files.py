@@ -3,8 +3,6 @@
 Does not import torch, so that tools that inspect a run start quickly.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

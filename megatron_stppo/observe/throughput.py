@@ -6,8 +6,6 @@ count follows Chowdhery et al., "PaLM" (arXiv 2204.02311), appendix B, extended 
 only action tokens pass through the head.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence

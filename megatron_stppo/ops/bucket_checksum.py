@@ -1,7 +1,5 @@
 """64-bit checksums of many tensors in one call, to compare the result of a reshard with its source."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Many strided copies with casts in one call; a reshard packs and unpacks its buffers with them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A SwiGLU with bounds, of experts (OpenAI, arXiv 2508.10925, section 2.2)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

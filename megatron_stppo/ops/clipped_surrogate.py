@@ -3,8 +3,6 @@
 The forward computes objective and gradient in one pass; the backward is one product.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

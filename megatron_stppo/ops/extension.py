@@ -8,8 +8,6 @@ extension: the extension, or an error if it was not built for the device.
 torch: the torch fallback.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

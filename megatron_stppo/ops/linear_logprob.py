@@ -8,8 +8,6 @@ With X [T, H] and W [V, H]: logits = X W', dX = G W, dW = G' X. G is the logits'
 the logits.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

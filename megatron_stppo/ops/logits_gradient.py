@@ -3,8 +3,6 @@
 The gradient of the logits is written over the logits, and all further work stays in this memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ nothing. apex's kernel is used where it is installed. Does not import megatron, 
 while it is imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 

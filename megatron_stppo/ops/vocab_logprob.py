@@ -1,7 +1,5 @@
 """Log-probability of targets, entropy and sum of squared probabilities from vocabulary-parallel logits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ whose receiver was killed, a rank waited for the timeout. NCCL detects only what
 for peers on one host is nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -6,8 +6,6 @@ collectives raise in the other program, whose own groups still work. It uses pri
 (distributed_c10d.py): `_register_pg_in_world`, `_abort_process_group` and the constructors of the backends.
 """
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any

@@ -5,8 +5,6 @@ that the receiver gives, so that received data is never executed. `group=None` i
 Every function that takes a group is a collective: all ranks of the group must call it, in the same order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ megatron's own modules, schedules and optimizers find the groups in megatron.cor
 global, so this module initialises it. Our code gets the groups from a MeshRank that is passed to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta

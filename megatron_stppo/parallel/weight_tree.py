@@ -8,8 +8,6 @@ about as many process groups as it has replicas.
 Nothing here waits, sends or takes a lock: crew.py does.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The GPU's peak rates are the manufacturer's; none of them was measured. Does not import torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

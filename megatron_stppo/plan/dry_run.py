@@ -4,8 +4,6 @@ No GPU is needed. megatron's modules are the real ones, on meta tensors. vLLM's 
 arithmetic (usage.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -5,8 +5,6 @@ all. The numbers of bytes are then exact, but which of several holders sends is 
 layers.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass

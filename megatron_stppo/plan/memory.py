@@ -1,7 +1,5 @@
 """Memory of one rank's models and of a micro-batch, measured with the rank's real modules on meta tensors."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ numbers are therefore correct for any setting, and no formula for what a layer k
 needed.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Forecasts of all divisions of GPUs between training and serving, and of colocated training."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property

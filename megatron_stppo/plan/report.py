@@ -1,7 +1,5 @@
 """Output of plans and of forecasts, as tables or as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict

@@ -5,8 +5,6 @@ keep more memory. megatron's dispatcher reads from the device how many tokens ea
 expert receives the same number; a run whose router prefers some experts takes more memory on their ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial

@@ -6,8 +6,6 @@ Where trajectories share prefixes, score and update take the share of the time t
 all tokens. The head, which computes the action tokens of every trajectory, in fact takes more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

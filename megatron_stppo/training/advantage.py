@@ -1,7 +1,5 @@
 """Advantages and returns of the action tokens of a batch, and the rewards that they are computed from."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -7,8 +7,6 @@ tokens only.) Prompts and observations have the weight `cold_start.context_weigh
 cannot be predicted, and at the full weight this noise is most of the gradient.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

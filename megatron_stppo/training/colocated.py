@@ -1,7 +1,5 @@
 """Colocated rollouts: one rank's engine, models and reshard, and their assembly."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

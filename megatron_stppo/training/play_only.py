@@ -1,7 +1,5 @@
 """Episodes without training: the commands `rollout` and `evaluate`, and the end of `cold-start`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Sequence

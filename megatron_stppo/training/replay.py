@@ -6,8 +6,6 @@ batches: read the scored batches in dumps/, which contain log-probs and values, 
 update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Colocated rollouts: a ledger (data/ledger.py) with staleness 0, whose episodes the trainer's ranks play."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """Distribution of the trajectories, and scoring and update of a whole batch, which replay does too."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable

@@ -5,8 +5,6 @@ depend on the critic, so that it is not its own teacher while it is wrong (VAPO,
 The policy is read once, to check that it has played the episodes, and no optimizer has it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence

@@ -4,8 +4,6 @@ config.yaml is the configuration of the newest attempt, configs/attempt-N.yaml t
 are absolute, so that commands can use them in any folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Every function raises ConfigError with field, value and remedy. Uses no process 
 rank checks on its own and gets the same result.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator

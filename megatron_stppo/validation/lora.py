@@ -1,7 +1,5 @@
 """Check `model.lora` against the model. Uses no process group."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

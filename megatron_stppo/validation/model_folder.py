@@ -5,8 +5,6 @@ says would be cut, and one that nothing reads, such as a bias or the scales of q
 ignored. Does not import torch. Every function raises ConfigError with field, value and remedy.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict
 from pathlib import Path

@@ -3,8 +3,6 @@
 Uses neither torch nor a process group. Every function raises ConfigError with field, value and remedy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """Check the sections whose fields go to another package, without importing it: `megatron:` goes to megatron's
 TransformerConfig, `rollout.vllm:` to vLLM's EngineArgs."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib.util

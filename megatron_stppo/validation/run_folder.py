@@ -3,8 +3,6 @@
 Uses neither torch nor a process group: every rank checks on its own and gets the same result.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from contextlib import suppress

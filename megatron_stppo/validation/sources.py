@@ -3,8 +3,6 @@
 Uses neither torch nor a process group: every rank checks on its own and gets the same result.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_stppo.checkpoint import step_folder

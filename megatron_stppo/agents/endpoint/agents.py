@@ -6,8 +6,6 @@ process. One that starts a session of its own, clears its environment and outliv
 only a sandbox with its own process ids ends that one too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -5,8 +5,6 @@ NAME is that of an episode, whose token every request must have. The token is ch
 All errors are JSON in the form of the API.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

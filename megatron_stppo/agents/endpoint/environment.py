@@ -4,8 +4,6 @@ The agent runs as a task of its own, and stays suspended in a request while the 
 it sends at the same time are answered one after the other, in the order of their arrival.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from dataclasses import replace

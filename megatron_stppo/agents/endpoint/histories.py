@@ -10,8 +10,6 @@ conversation, or the same question asked twice), a new history begins, which sha
 completion. Otherwise a new history begins without shared tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

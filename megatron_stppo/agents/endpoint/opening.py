@@ -1,7 +1,5 @@
 """Opens the environment of a run: that of environment.kind, or the endpoint and the agent."""
 
-from __future__ import annotations
-
 import copy
 import difflib
 import ipaddress

@@ -7,8 +7,6 @@ completion is thus recorded once. An equal request without these signs gets a se
 its own.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The server's thread calls `admitted` and `submit`; everything else belongs to the episode's event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import re

@@ -3,8 +3,6 @@
 Ids, signatures, cache_control and billing headers have no effect. docs/agents.md has the fields for users.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import secrets

@@ -1,7 +1,5 @@
 """Reads the JSON of a request from untrusted bytes: bounded in size and depth, and valid UTF-8."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Messages of a chat request: as the chat template reads them, and as they are compared with a history."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Hashable, Sequence

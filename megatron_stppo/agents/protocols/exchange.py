@@ -1,7 +1,5 @@
 """A request of an agent and the reply to it, whichever API it uses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future

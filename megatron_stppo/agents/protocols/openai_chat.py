@@ -8,8 +8,6 @@ The engine returns whole turns. A stream therefore begins when the turn is compl
 OpenAI's API, with vLLM's additions stop_reason, token_ids and prompt_token_ids.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -4,8 +4,6 @@ Nothing is stored between requests, so each one has the whole conversation in `i
 annotations have no effect. docs/agents.md has the fields for users.
 """
 
-from __future__ import annotations
-
 import itertools
 import secrets
 import time

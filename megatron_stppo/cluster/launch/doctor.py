@@ -1,7 +1,5 @@
 """The command `doctor`: report what is installed, what is missing, and what the run loses without it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -5,8 +5,6 @@ torch's store listens on every interface unless it is given a socket. The store,
 connections without authentication. This module cannot restrict the store that torchrun opens (SECURITY.md).
 """
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import os

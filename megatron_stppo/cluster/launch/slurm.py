@@ -3,8 +3,6 @@
 No command of Slurm is run: the rank and the first rank's address come from the environment alone.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ This module does not import vLLM: call `prepare_environment` before the first im
 the user has set is kept, except those of VLLM_ENABLE_V1_MULTIPROCESSING and VLLM_LOGGING_COLOR.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -4,8 +4,6 @@ Otherwise "<|im_end|>" in a task or in an environment's message would end the me
 could imitate a message of another role.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

@@ -4,8 +4,6 @@ A message is a dictionary as chat templates read it: role, content, and perhaps 
 name. As in chat.py, special tokens in a message are text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 

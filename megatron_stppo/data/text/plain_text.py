@@ -5,8 +5,6 @@ for a whole text only. Here neither happens: tokens and text are those of the mi
 is encoded is decoded with the same spaces. Special tokens in the text are text.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -3,8 +3,6 @@
 Weights belong to the ids that they were trained on: with other files the same text has other ids.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What `audit-tokens` reads: a line of JSON for each episode, as another trainer has recorded it."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """What `audit` reads: the iterations of a run, how each was played, and what is damaged in their files."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -6,8 +6,6 @@ limits (bench/scoring.py) of a prediction, and if that is no chance: the *gain* 
 nearer they are, summed over tokens, minus the logarithm of the number of predictions that were tried.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ tensors of layers that it does not have. Our loader reads only those of config.j
 because the weights come from the reshard. An adapter's file is written again: all its tensors are read.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

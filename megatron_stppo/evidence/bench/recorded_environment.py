@@ -4,8 +4,6 @@ The record is made before the program under test has seen any of it. Every turn 
 rewards that are all 0 could be lost or exchanged unseen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace

@@ -3,8 +3,6 @@
 The report shows them as text, and on one HTML page with a figure and the cells' means.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import math

@@ -3,8 +3,6 @@
 docs/study/search.yaml is an example.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """cells.csv: what is known of each finished cell, a row when it ends. Rows are only added."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs the cells of a grid, several at a time, each as a `megatron-stppo train` of its own."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The layouts, micro-batch sizes and packing orders that are possible with a number of ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

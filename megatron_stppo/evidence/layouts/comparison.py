@@ -4,8 +4,6 @@
 (checks/layouts.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

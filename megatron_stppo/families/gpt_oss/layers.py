@@ -8,8 +8,6 @@ The projection of an expert has the rows of gate and up in turn; megatron would 
 It has biases of experts without tensor parallelism only: the second layer's would be added once per rank.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ a share of a head. All norms but that of a gated delta net multiply by 1 + weigh
 pass through one more expert, which has a gate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ it. vLLM's module of these models also imports image processors, which need torc
 not use them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

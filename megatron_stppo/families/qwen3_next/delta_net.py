@@ -6,8 +6,6 @@ all queries, then all keys, and so on (Qwen3.5), or in_proj group by group too (
 order of the checkpoint within a rank. Does not import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

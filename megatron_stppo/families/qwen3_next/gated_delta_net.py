@@ -12,8 +12,6 @@ choice on the machine's disk. causal-conv1d adds the gradients of its weight ato
 forward pass is used.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable

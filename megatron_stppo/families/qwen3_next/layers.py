@@ -1,7 +1,5 @@
 """The layers of Qwen3-Next and Qwen3.5: gated delta nets, gated attention, and norms of 1 + weight."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

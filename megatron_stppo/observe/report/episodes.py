@@ -1,7 +1,5 @@
 """Read trajectories/ for the report: episodes, and the update's values for their turns."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

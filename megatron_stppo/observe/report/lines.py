@@ -1,7 +1,5 @@
 """Read JSON lines that may be incomplete, damaged or malicious."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Read metrics.jsonl for the report: columns of points, parts of a whole, and summary numbers."""
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ added to the document as text nodes. The Content-Security-Policy allows only the
 hash, and forbids all requests.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

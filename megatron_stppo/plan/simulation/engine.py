@@ -5,8 +5,6 @@ order of arrival, a step computes all running sequences and as many tokens of pr
 that is complete gets its first token in the same step.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import deque

@@ -1,7 +1,5 @@
 """Replicas in simulated time: their episodes, calls of tools, and updates of the weights."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Episode number n is drawn from a random generator of its own, which depends only
 of a plan, and the colocated run, therefore play the same episodes.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

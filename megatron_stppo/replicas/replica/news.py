@@ -4,8 +4,6 @@ A NewsSource receives messages of the trainer and answers of environments. They 
 engine step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal

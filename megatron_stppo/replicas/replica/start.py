@@ -1,7 +1,5 @@
 """Assembly of a replica of an asynchronous run, on one of its ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Nothing here waits or takes a lock: the hub holds its own lock when it calls this.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

@@ -6,8 +6,6 @@ uses the trainer's own copy of the task. Numbers that are not finite pass: the u
 mode (data/validity.py).
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection

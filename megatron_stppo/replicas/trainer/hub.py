@@ -5,8 +5,6 @@ finished episodes in the ledger, finds replicas that are lost, and assigns their
 seeds. The main thread calls the methods of Hub. One lock guards everything that both threads use.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

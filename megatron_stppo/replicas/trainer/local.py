@@ -1,7 +1,5 @@
 """Starts the replicas of a run on this machine, and restarts those that end."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The trainer's ranks send weights: to one replica, which passes them on, also while training goes on."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection
 from datetime import timedelta

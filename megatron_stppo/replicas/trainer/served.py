@@ -5,8 +5,6 @@ trainer's ranks (sender.py), in Steps that the first rank decides and broadcasts
 that replica passes them on to the others (parallel/weight_tree.py).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

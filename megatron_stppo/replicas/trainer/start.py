@@ -1,7 +1,5 @@
 """Assembly of an asynchronous run's trainer: process groups, replicas, models, hub."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """The address at which a trainer listens for its replicas."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ It does not connect again after the connection has ended, because messages may h
 replica then ends, or starts over with a new Dialer and a new Hello.
 """
 
-from __future__ import annotations
-
 import math
 import socket
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Everyone who can read the file can connect as a replica, so only its owner can r
 0700). A replica on another machine reads it over the shared file system.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

@@ -1,7 +1,5 @@
 """The trainer's side of the wire: it accepts the replicas that have the key of this attempt."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import secrets

@@ -5,8 +5,6 @@ plays on until Receive; with `drain` it starts no turn. Weights come from the tr
 gets Give: both ends join the group of the Route, and replicas answer Moved. Both sides send signs of life.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import socket

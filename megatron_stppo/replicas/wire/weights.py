@@ -15,8 +15,6 @@ if it detects in another way that a replica has died. The ranks of a program agr
 because the program goes on without the other one.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta

@@ -5,8 +5,6 @@ silently continue to train on the few episodes that are left. Episodes that call
 separately: if few episodes call a tool, a broken tool makes only a small share of all episodes fail.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import sys

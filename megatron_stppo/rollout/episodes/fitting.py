@@ -4,8 +4,6 @@ Prompts are measured once, before a model is loaded. A task with a longer prompt
 episode of it can be played, and it would count as a failed one in every epoch.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Wait for tools that do not answer: a call that raises ToolAway is repeated until it returns."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

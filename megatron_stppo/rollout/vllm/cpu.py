@@ -18,8 +18,6 @@ models too, for which one node may be too small, and its threads are not bound e
 (VLLM_CPU_OMP_THREADS_BIND=nobind). vLLM imports this module by name (`worker_cls`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -17,8 +17,6 @@ call `refresh(recompute=True)`. Then the same turns continue, and every token ha
 weights that computed it.
 """
 
-from __future__ import annotations
-
 import gc
 import traceback
 from collections.abc import Callable, Sequence

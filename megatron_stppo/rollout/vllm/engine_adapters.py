@@ -6,8 +6,6 @@ is one slot. An adapter of zeros is registered in it once, and every request nam
 never loads one from a file. Rows and columns above the adapter's rank stay zero.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -11,8 +11,6 @@ ranks the scheduler, which runs on every rank under an external launcher, raises
 that feature is used: vLLM's routers pass the experts that they chose to a function.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

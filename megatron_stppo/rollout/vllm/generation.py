@@ -4,8 +4,6 @@ often a failed engine is replaced.
 This module does not import vLLM, so that episodes can be built and tested without an engine.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict, deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """vLLM's GPU worker with two changes. vLLM imports this module by name (`worker_cls`)."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -5,8 +5,6 @@ vLLM gets no stop strings, and tokens stay ids: only tokens that may end a stop 
 includes the token that completes the stop string and the end-of-text token.
 """
 
-from __future__ import annotations
-
 import functools
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -9,8 +9,6 @@ Tokens of one byte (byte fallback) are decoded together: one wrong byte makes UN
 by side. So a window that begins with such a token is extended to the first of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ vLLM reads environment variables while it is imported. They are therefore set be
 below.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

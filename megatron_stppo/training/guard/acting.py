@@ -4,8 +4,6 @@ A preset whose mechanisms never act trains as the policy gradient alone does, wh
 whose mechanisms act all the time trains at a small part of the configured rate.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping

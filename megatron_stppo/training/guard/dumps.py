@@ -5,8 +5,6 @@ stage-K.safetensors contains the batch's tensors and group_N, the task that each
 is one stage file, except under routing replay: then every pipeline stage writes the routes of its own layers.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -6,8 +6,6 @@ rolls back to the same checkpoint only once. A further spike before there is a n
 reported, because it did not come from the data.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import statistics

@@ -1,7 +1,5 @@
 """One optimizer step of the critic: clipped squared error of the values at action tokens."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

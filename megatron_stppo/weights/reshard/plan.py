@@ -6,8 +6,6 @@ training shards -> serving shards, training shards -> checkpoint and checkpoint 
 gathered: every row is sent at most once to each rank that needs it and does not hold it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_right
 from collections import Counter, defaultdict

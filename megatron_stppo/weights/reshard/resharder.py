@@ -4,8 +4,6 @@ A sync succeeds on all ranks or fails on all ranks. After an error the engine mu
 holds rows of two versions and would use them without an error. The remedy is another whole sync.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain

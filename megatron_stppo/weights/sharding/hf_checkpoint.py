@@ -1,8 +1,6 @@
 """Loads one rank's parameters from a Hugging Face folder, reading only the rows that this rank holds; and its
 adapters from a folder of the package `peft`."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Collection, Mapping, Sequence

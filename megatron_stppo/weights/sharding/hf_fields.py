@@ -5,8 +5,6 @@ tests/weights/sharding/test_hf_fields.py compares the tables with the classes of
 fields are read by vLLM only.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Some folders have other names than those of hf_names.py: one tensor may hold the
 or the text model is a part of a model with images (ModelShape.held). Does not import torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Loads tokenizer and configurations of a Hugging Face folder with transformers, which runs no code of it."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 The shape is read from config.json. Its class is the model's family: see megatron_stppo/families/.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import pkgutil

@@ -1,7 +1,5 @@
 """Writes the files of weights of a Hugging Face folder."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping

@@ -8,8 +8,6 @@ layers. The spans of their adapters follow those of their weight: row i of B bel
 The engine gets the layers that have adapters merged with them, or it gets A and B, and applies them itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

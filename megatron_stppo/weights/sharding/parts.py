@@ -5,8 +5,6 @@ A family may have other parts. Names begin with a prefix: `source` or `prefix` i
 import torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple

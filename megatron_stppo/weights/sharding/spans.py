@@ -4,8 +4,6 @@ The functions here do not move or convert weights. The resharding into the engin
 use these three descriptions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

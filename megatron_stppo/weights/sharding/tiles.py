@@ -1,8 +1,6 @@
 """Describes a tensor as a tuple of spans that tile it along one dimension, with functions to make them; and
 where a tensor is in a file."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
