@@ -1,5 +1,6 @@
 """Writes the files of weights of a Hugging Face folder."""
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -92,4 +93,6 @@ def publish(partial: Path, folder: Path) -> None:
     for path in filter(Path.is_file, partial.rglob("*")):
         with path.open("rb") as file:
             os.fsync(file.fileno())  # a rename may reach the disk before the data it names
+    if folder.exists():  # a rename would replace an empty folder
+        raise FileExistsError(errno.EEXIST, "has appeared meanwhile", str(folder))
     partial.rename(folder)

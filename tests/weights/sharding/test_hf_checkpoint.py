@@ -12,6 +12,7 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
 from megatron_stppo.weights.sharding.hf_files import INDEX
+from megatron_stppo.weights.sharding.hf_write import publish
 from megatron_stppo.weights.sharding.spans import row_widths, training_spans, whole_spans
 from tests.rollout.vllm.tiny import build_tokenizer
 from tests.training.loop.canaries import Canary
@@ -137,3 +138,12 @@ def test_code_in_a_model_folder_is_not_run(tmp_path):
     with contextlib.suppress(ValueError, OSError):  # refused, or read without the code
         AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
     assert not alive.exists()
+
+
+def test_a_folder_that_has_appeared_meanwhile_is_not_replaced_even_if_it_is_empty(tmp_path):
+    partial, taken = tmp_path / "partial", tmp_path / "taken"
+    partial.mkdir()
+    taken.mkdir()
+    with pytest.raises(OSError, match="has appeared meanwhile"):
+        publish(partial, taken)
+    assert partial.exists()
