@@ -45,10 +45,13 @@ def advantages(stage: Stage) -> Iterator[Checked]:
 def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> Checked:
     """Return the line of planted episodes. own: algorithm.advantage, if it names a function."""
     wrong, tokens = list[str](), 0
-    for equal, usual in ((False, 0.0), (False, USUAL), (True, 0.0)):
+    penalty = {"kl_in": "reward", "kl_estimator": "k1", "kl_coefficient": max(0.1, a.kl_coefficient)}
+    penalised = a.changed(**penalty)  # also where the run has no penalty, or a small one
+    cases = ((a, False, 0.0), (a, False, USUAL), (a, True, 0.0), (penalised, False, 0.0))
+    for settings, equal, usual in cases:
         histories = planted(67, 3 * len(OUTCOMES), seed, equal)
         tokens += sum(len(history.token_ids) for history in histories)
-        for name, column, needed in compared(a, histories, defined(histories, seed), usual, own):
+        for name, column, needed in compared(settings, histories, defined(histories, seed), usual, own):
             numbers = [] if column is None else column.tolist()
             wrong += first_wrong(f"{name}, usual deviation {usual:g}", numbers, needed, FAR)
     return judged(

@@ -23,25 +23,25 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.packing import Microbatch, to_batch
 from megatron_stppo.evidence.bench import defined_loss
-from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank
+from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank
 from megatron_stppo.evidence.bench.trial import Counted, Trial
 from megatron_stppo.evidence.checks.adamw import norm_of, tensors
 from megatron_stppo.evidence.checks.advantages import OUTCOMES, planted
+from megatron_stppo.evidence.checks.distributions import FAR, ROUNDED, apart, distributions
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.offload import Offloader
 from megatron_stppo.model.pipeline import forward_backward, logprobs
 from megatron_stppo.model.policy_head import ActionTokens
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.stages import divided, update
-from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
+from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights, rate_scale
+from megatron_stppo.training.update.ratios import StepRatios
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 LOSS = "the loss is the formula"
 RATE = 1e-30  # moves no weight by a bit
 STILL = {"lr": RATE, "warmup_fraction": 0.0, "weight_decay": 0.0, "grad_clip": 1e30}
 DEVIATION = 2.0  # of the planted advantages
-# allowed, relative to the largest number of a column: formulas; what passes through the model
-FAR, ROUNDED = 1e-4, {torch.float32: 1e-3, torch.bfloat16: 3e-2}
 
 
 def loss(stage: Stage) -> Iterator[Checked]:
@@ -56,9 +56,10 @@ def finding(config: Config, shape: ModelShape, mesh: MeshRank, own: OwnLoss | No
     played = planted(shape.vocab, max(len(OUTCOMES), mesh.data_size), config.run.seed)[:-1]
     tokens = sum(len(trajectory.token_ids) for trajectory in played)
     half = tokens // (2 * config.update.minibatches * mesh.data_size) + 1
-    off = {"routing_replay": "off", "gae_observations": False}
-    config = config.changed(update={"actor": STILL, "tokens_per_microbatch": half}, algorithm=off)
-    trial, wrong = Trial.of("actor", config, shape, mesh, process.dtype(config)), list[str]()
+    still = {"actor": STILL, "tokens_per_microbatch": half}  # with its weights, no expert changes either
+    config = config.changed(update=still, algorithm={"routing_replay": "off"})
+    trial = Trial.of("actor", config, shape, mesh, process.dtype(config))
+    wrong = list(distributions(trial.head, next(trial.trainer.chunks[0].parameters())))
     a = config.algorithm
     for name, algorithm in (("these settings", a), ("all terms", everything(a))):
         of_settings = replace(trial, config=config.changed(algorithm=algorithm))
@@ -151,17 +152,18 @@ class Iteration:
         factor, trained = self.memory.rate_scale, torch.zeros(len(self.played))
         for index, minibatch in enumerate(steps):
             weight_T = minibatch_weights(self.batch, minibatch.chosen, a)
-            metrics, seen = self._held(minibatch, weight_T)
+            ratios, metrics, seen = self._held(minibatch, weight_T)
             sample, at = self._sample(seen, minibatch), f"of minibatch {index + 1}"
             step = defined_loss.step(sample, a, self.own if a.own_loss else None)
             if index == 0:
                 yield from self._distribution(seen, minibatch)
             needed = (step.slope, step.slope_entropy, step.removed, step.weight)
             for name, own, of in zip((*COLUMNS[3:], "c_t"), (*seen[3:], weight_T), needed, strict=True):
-                yield from _apart(f"{name} {at}", own, of, FAR)
+                yield from apart(f"{name} {at}", own, of, FAR)
             numbers = step.numbers | self._scaled(step, minibatch)
             yield from self._numbers(at, metrics, numbers)
             to_old = defined_loss.capped_kl(sample, step.weight)
+            yield from self._steered(ratios, weight_T, to_old)
             factor = defined_loss.rate(a, index, len(steps), factor, to_old, self.memory.kl_after)
             on_rate = 1.0 if a.correction_apply == "gradient" else numbers["actor/correction_scale"]
             rows.append(numbers | {"actor/rate_scale": factor, "actor/effective_lr": RATE * factor * on_rate})
@@ -171,15 +173,38 @@ class Iteration:
             yield "the episodes have the same order in two epochs or iterations"
         if not bool((trained == self.trial.config.update.epochs).all()):
             yield "an epoch does not have every episode once"
+        yield from self._waiting()
         yield from self._updated(rows)
 
-    def _held(self, minibatch: Minibatch, weight_T: Tensor) -> tuple[dict[str, float], Tensor]:
-        """Compute a step without applying it. Return its metrics, and COLUMNS of all ranks. Collective."""
+    def _steered(self, ratios: StepRatios, weight_T: Tensor, to_old: float) -> Iterator[str]:
+        """Yield whether `rate: kl` reads another KL than to_old: the factor must change where the target is
+        half of it."""
+        trial, old = self.trial, self.memory.rate_scale
+        for share in (0.99, 1.01) if to_old > 0 else ():
+            a = trial.config.algorithm.changed(rate="kl", rate_kl=share * to_old / 2, old_policy="score")
+            factor = rate_scale(trial.trainer, ActorLoss(self.batch, weight_T, a, trial.head), ratios, 1, 2)
+            if factor != defined_loss.rate(a, 1, 2, old, to_old, 0.0):
+                yield f"with a limit at {share:g} of KL(old policy, policy) the rate's factor is {factor:.3g}"
+
+    def _held(self, minibatch: Minibatch, weight_T: Tensor) -> tuple[StepRatios, dict[str, float], Tensor]:
+        """Compute a step without applying it. Return its ratios and metrics, and COLUMNS of all ranks.
+
+        Collective.
+        """
         trial, seen = self.trial, torch.zeros(len(COLUMNS), len(weight_T), dtype=torch.float64)
         trial.trainer.memory = self.memory
         loss = WatchedLoss(self.batch, weight_T, trial.config.algorithm, trial.head, self.own, seen=seen)
-        metrics = actor_step(trial.trainer, loss, minibatch, trial.packer, hold=True).metrics
-        return metrics, self._reduced(seen)
+        step = actor_step(trial.trainer, loss, minibatch, trial.packer, hold=True)
+        return step.ratios, step.metrics, self._reduced(seen)
+
+    def _waiting(self) -> Iterator[str]:
+        """Yield whether the actor steps before the iteration update.critic_only. Collective."""
+        trainer, only = self.trial.trainer, self.trial.config.update.critic_only
+        for iteration in sorted({0, only - 1}) if only else ():
+            before = trainer.updates, trainer.memory
+            row, _, _ = update(self.learner, self.batch, iteration, False, self.own)
+            if (trainer.updates, trainer.memory, row["actor/held"]) != (*before, 1.0):
+                yield f"update.critic_only={only}: the actor is updated in iteration {iteration}, from 0"
 
     def _updated(self, rows: Sequence[dict[str, float]]) -> Iterator[str]:
         """Yield what differs after a whole update with steps that have these numbers. Collective."""
@@ -253,7 +278,7 @@ class Iteration:
             exact[:, part.rows_T] = record.cpu()
         far = ROUNDED[process.dtype(self.trial.config)]
         for name, found, needed in zip(COLUMNS, seen, self._reduced(exact), strict=False):
-            yield from _apart(name, found, needed, far)
+            yield from apart(name, found, needed, far)
 
     def _statistics(self, hidden: Tensor, part: Microbatch) -> Tensor:
         """Return log-prob, entropy and sum of p^2 of each token, in float64 from the model's logits."""
@@ -305,9 +330,3 @@ class Iteration:
 
 def _slices(lengths: Iterable[int]) -> list[slice]:
     return [slice(*pair) for pair in pairwise(accumulate(lengths, initial=0))]
-
-
-def _apart(name: str, found: Tensor, needed: Tensor, far: float) -> list[str]:
-    """Return the first token that differs by more than `far` of the largest number."""
-    most = max(float(needed.abs().max()), 1e-12)
-    return first_wrong(f"{name} / {most:.3g}", (found / most).tolist(), (needed / most).tolist(), far)

@@ -203,7 +203,7 @@ def actor_step(
     compared = replace(loss.batch, advantage_T=loss.advantage_T)
     ratios = StepRatios.of(compared, logprob_T, loss.weight_T, minibatch.chosen, a)
     per_token, per_weight = 1 / max(tokens, 1), 1 / weight if weight > 0 else 1.0
-    factor = _rate_scale(actor, loss, ratios, index, steps) if finite else memory.rate_scale
+    factor = rate_scale(actor, loss, ratios, index, steps) if finite else memory.rate_scale
     rate, on_gradient = actor.learning_rate, a.correction_apply == "gradient"
     on_rate = factor if on_gradient else scale * factor
     finite = finite and math.isfinite(bias_norm)
@@ -238,7 +238,7 @@ def actor_step(
     return ActorStep(metrics, acting, ratios, (sums["computed"], sums["packed"]))
 
 
-def _rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, index: int, steps: int) -> float:
+def rate_scale(actor: Trainer, loss: ActorLoss, ratios: StepRatios, index: int, steps: int) -> float:
     """Return the factor of algorithm.rate."""
     a, batch, memory = loss.algorithm, loss.batch, actor.memory
     old_T = ratios.logprob_T if batch.old_logprob_T is None else batch.old_logprob_T

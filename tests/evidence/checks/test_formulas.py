@@ -57,6 +57,7 @@ OF_ADVANTAGES: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"preset": "gigpo"}, "algorithm.baselines:same_state", "group_N[owner_S]", "0 * owner_S"),
     (TURN, "algorithm.baselines:same_index", "alone_S)", "0 * alone_S)"),
     ({"preset": "distil"}, "training.advantage:_over_actions", 'algorithm.gamma if', "1.0 if"),
+    (TURN | {"kl_coefficient": 0.0}, "training.advantage:_over_actions", "gamma, 1.0)", "gamma, 0.0)"),
 )  # fmt: skip
 STEP, LOSS = "training.update.actor_step:actor_step", "training.update.actor_step:ActorLoss."
 HEAD, WEIGHTS = "model.policy_head:PolicyHead.configured", "training.update.actor_step:minibatch_weights"
@@ -85,11 +86,24 @@ OF_LOSS: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"preset": "paper"}, STEP, "scale if on_gradient else 1.0,", "1.0,"),
     (TURNS, "model.optimizer:Trainer.step", "self.learning_rate * rate_scale", "self.learning_rate"),
     ({"preset": "kl"}, "algorithm.rate:kl", "given.kl > 2", "given.kl > 200"),
+    ({"preset": "kl"}, "algorithm.rate:capped_kl", "k3(old_T, new_T)", "k3(new_T, old_T)"),
+    (TURNS, "training.update.actor_step:rate_scale", "ratios.logprob_T, old_T,", "old_T, ratios.logprob_T,"),
     (TURNS, "training.stages:update", "hold, len(steps), count", "hold, 0, count"),
     (TURNS, "data.division:minibatches", "len(episodes) * part // count", "len(episodes) // count * part"),
     (TURNS, "data.division:minibatches", "{seed}/{iteration}/{epoch}", "{seed}"),
     (TURNS, "data.division:minibatches", "{seed}/{iteration}/{epoch}", "{seed}/{epoch}"),
     ({"preset": "cispo"}, "algorithm.own:cispo", "clamp(low, high)", "clamp(low)"),
+)  # fmt: skip
+# with STPPO_OPS=torch and update.critic_only
+VOCABULARY = "algorithm.vocabulary:logits_gradient"
+OF_TORCH: tuple[tuple[dict[str, Any], str, str, str], ...] = (
+    (TURNS, VOCABULARY, "(log_p + merged.entropy_T[rows, None])", "(log_p + 1)"),
+    (TURNS, VOCABULARY, "entropy_T[rows, None])", "entropy_T[rows, None].mean())"),
+    (GRPO, "algorithm.correction:squared_estimate", "1 - 2 * logprob_T", "1 - logprob_T"),
+    (GRPO, "ops.linear_logprob:_LinearLoss.forward", "chunk.start + live,", "live,"),
+    (GAE, "training.stages:update", "hold or iteration < config.update.critic_only", "hold"),
+    (GAE, "training.stages:update", "< config.update.critic_only", "< config.update.critic_only - 1"),
+    (GAE, "training.stages:update", "iteration < config", "0 < iteration < config"),
 )  # fmt: skip
 ROLLOUT = {"samples_per_task": 4, "temperature": 0.8}
 HEALTHY: tuple[dict[str, Any], ...] = (
@@ -179,6 +193,15 @@ def look(model: str, settings: Any, plants: Any, sections: dict[str, Any]) -> li
 def test_mistakes_in_steps_are_found(tmp_path: Path) -> None:
     (found,) = run_ranks(look, 1, bench.write(tmp_path / "m"), (), OF_LOSS, {}, timeout=300)
     assert [plant for plant, lines in zip(OF_LOSS, found, strict=True) if not lines] == []
+
+
+def test_mistakes_in_operations_of_torch_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STPPO_OPS", "torch")
+    model, sections = bench.write(tmp_path / "m"), {"update": {"critic_only": 2}}
+    (found,) = run_ranks(look, 1, model, (TURNS, GAE | {"gae_observations": True}), OF_TORCH, sections)
+    assert (
+        found[:2] == [[], []] and [p for p, lines in zip(OF_TORCH, found[2:], strict=True) if not lines] == []
+    )
 
 
 def test_healthy_settings_give_no_alarm(tmp_path: Path) -> None:
