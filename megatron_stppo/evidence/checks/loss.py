@@ -23,11 +23,11 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.packing import Microbatch, to_batch
 from megatron_stppo.evidence.bench import defined_loss
+from megatron_stppo.evidence.bench.distributions import FAR, ROUNDED, apart, distributions
 from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank
 from megatron_stppo.evidence.bench.trial import Counted, Trial
 from megatron_stppo.evidence.checks.adamw import norm_of, tensors
 from megatron_stppo.evidence.checks.advantages import OUTCOMES, planted
-from megatron_stppo.evidence.checks.distributions import FAR, ROUNDED, apart, distributions
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.offload import Offloader
 from megatron_stppo.model.pipeline import forward_backward, logprobs
