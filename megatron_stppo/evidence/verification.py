@@ -19,6 +19,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.evidence.bench.stage import TASKS, Checked, Stage, small
 from megatron_stppo.evidence.checks.adamw import adam
+from megatron_stppo.evidence.checks.adapters import added
 from megatron_stppo.evidence.checks.advantages import advantages
 from megatron_stppo.evidence.checks.arrival import arrival
 from megatron_stppo.evidence.checks.asked import asked
@@ -45,6 +46,7 @@ CHECKS: tuple[Check, ...] = (
     fair,
     asked,
     first_ratio,
+    added,
     loss,
     critic,
     gradient,

@@ -1,10 +1,11 @@
-"""Checks the critic: its loss is that of docs/algorithms.md, and no value depends on the token that it
-judges.
+"""Checks the critic: it begins with the weights of its folder, its loss is that of docs/algorithms.md, and no
+value depends on the token that it judges.
 
 The value head begins at zero, so both use a random one. Old values and returns are random numbers near the
 values, on both sides of the clipping range, and the loss and its derivative are computed here in float64.
 For the second check, the last action token of each trajectory is replaced by another one: the values of all
-action tokens, read before the token is generated, must stay.
+action tokens, read before the token is generated, must stay. With algorithm.gae_observations, values are also
+those of the same tokens if observations are parts of the actions.
 """
 
 from __future__ import annotations
@@ -19,19 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import EstimatedBatch, Minibatch, ScoredBatch, Trajectory
+from megatron_stppo.base.types import EstimatedBatch, Minibatch, ScoredBatch, Trajectory, Turn
 from megatron_stppo.cluster.launch import process
+from megatron_stppo.data.exchange import Played
+from megatron_stppo.data.observed import with_observations
 from megatron_stppo.evidence.bench import defined_loss
 from megatron_stppo.evidence.bench.scoring import judges_single
 from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank, steady
+from megatron_stppo.model import build
+from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.collectives import all_reduce_sum
-from megatron_stppo.training.advantage import with_observations
 from megatron_stppo.training.stages import distribute, score, update
 from megatron_stppo.training.update.critic_step import value_loss
+from megatron_stppo.weights.sharding.hf_checkpoint import load_hf
+from megatron_stppo.weights.sharding.hf_files import head_of_critic
+from megatron_stppo.weights.sharding.spans import training_spans
 
-FORMULA, CAUSAL = "the critic's loss is the formula", "values do not see what they judge"
+BEGINS, FORMULA = "the critic begins as configured", "the critic's loss is the formula"
+CAUSAL, OBSERVED = "values do not see what they judge", "observations have values of their own"
 SHARE = 1e-3  # of the largest number: allowed difference of loss and derivative
 # A value has moved if it has by this share of the values' deviation: rounding of other experts is far below.
 MOVED = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -41,20 +49,42 @@ CHANCE = 0.2  # share of the trajectories that may move where rounding can choos
 def critic(stage: Stage) -> Iterator[Checked]:
     """Score and update with a random value head, without steps, and compare. Collective."""
     if stage.learner.critic is None:
-        yield from (Checked(check, "skipped", "there is no critic") for check in (CAUSAL, FORMULA))
+        yield from (Checked(check, "skipped", "there is no critic") for check in (BEGINS, CAUSAL, FORMULA))
         return
     algorithm = steady(stage.config.algorithm).changed(routing_replay="off")
     config = stage.config.changed(algorithm=algorithm, update={"epochs": 1, "critic_steps": 1})
     learner = replace(stage.learner, config=config)
     stage.rollouts.load_for("score")
+    yield begins(learner)
     with _still(stage.learner.critic, learner.mesh.is_last_stage):
         scored = score(learner, distribute(learner, stage.played, 0))
         others = [_last_changed(t, learner.shape.vocab) for t in stage.played.own]
         other = score(learner, distribute(learner, replace(stage.played, own=others), 0))
         assert scored.value_T is not None and other.value_T is not None
         yield _causal(stage, scored, other.value_T)
+        if algorithm.gae_observations:
+            yield _observed(stage, learner, scored)
         stage.rollouts.load_for("update")
         yield _formula(learner, scored)
+
+
+def begins(learner: Learner) -> Checked:
+    """Return whether the critic has the weights of its folder, one tensor after another. Collective."""
+    model, shape, mesh, critic = learner.config.model, learner.shape, learner.mesh, learner.critic
+    if model.lora.rank or critic is None:
+        return Checked(BEGINS, "skipped", "with adapters it has the actor's weights")
+    folder, own = model.path if model.critic_path is None else model.critic_path, list[str]()
+    head, parameters = head_of_critic(folder), build.named_parameters(critic.chunks)
+    layers = layer_spec(learner.config)
+    spans = training_spans(shape, mesh.layout, mesh.rank, spec=layers, head=head, tied_copy=True)
+    for name, parameter in parameters.items():
+        needed = torch.zeros_like(parameter)  # a value head that the folder lacks
+        if name in spans:
+            load_hf(folder, shape, {name: spans[name]}, {name: needed})
+        own += [] if torch.equal(needed, parameter) else [name]
+    wrong = of_every_rank(own)
+    text = f"{len(wrong)} tensors, as {wrong[0]}, are not" if wrong else f"{len(parameters)} tensors are"
+    return judged(BEGINS, not wrong, f"{text} those of {folder}", "model.critic_path: report this line")
 
 
 @contextmanager
@@ -82,21 +112,41 @@ def _last_changed(trajectory: Trajectory, vocab: int) -> Trajectory:
 
 def _causal(stage: Stage, scored: ScoredBatch, other_T: Tensor) -> Checked:
     """Return whether the values stay. other_T: those with other last tokens."""
-    value_T = scored.value_T
-    assert value_T is not None
-    limit = MOVED[process.dtype(stage.config)] * float(value_T.std())
+    assert scored.value_T is not None
+    return _same(stage, CAUSAL, scored.value_T, other_T, scored.action_offsets, "with other last tokens")
+
+
+def _observed(stage: Stage, learner: Learner, scored: ScoredBatch) -> Checked:
+    """Return whether values are those of a critic to which observations are parts of actions. Collective."""
+
+    def joined(turn: Turn) -> Turn:
+        ids = turn.token_ids + turn.observation_ids
+        return Turn(ids, (0.0,) * len(ids), (), turn.reward, ((0, len(ids)),))
+
+    played = Played.of([replace(t, turns=tuple(map(joined, t.turns))) for t in stage.played.own])
+    config = learner.config.changed(algorithm={"gae_observations": False})
+    other = score(replace(learner, config=config), distribute(learner, played, 0))
+    assert scored.value_T is not None and scored.value_R is not None and other.value_T is not None
+    starts, lengths = other.turn_offsets.tolist(), scored.turn_offsets.diff().tolist()
+    acted = [t for start, n in zip(starts, lengths, strict=False) for t in range(start, start + n)]
+    needed = torch.cat([other.value_T, other.value_T[acted]])
+    ends = torch.cat([other.action_offsets, scored.action_offsets[1:] + len(other.value_T)])
+    found = torch.cat([scored.value_R, scored.value_T])
+    return _same(stage, OBSERVED, found, needed, ends, "as parts of actions")
+
+
+def _same(stage: Stage, check: str, own: Tensor, other: Tensor, offsets: Tensor, when: str) -> Checked:
+    """Return whether two values of each token are the same, up to rounding. offsets: of trajectories."""
+    limit = MOVED[process.dtype(stage.config)] * float(own.std())
     if not limit > 0:
-        return Checked(CAUSAL, "skipped", "all values are equal, also with a random head")
-    apart = (other_T - value_T).abs().split(scored.action_offsets.diff().tolist())
-    moved = sum(bool((apart_T > limit).any()) for apart_T in apart)
+        return Checked(check, "skipped", "all values are equal, also with a random head")
+    apart = (other - own).abs().split(offsets.diff().tolist())
+    moved = sum(bool((of_trajectory > limit).any()) for of_trajectory in apart)
     allowed = 0.0 if judges_single(stage.learner) else CHANCE * len(apart)
-    text = (
-        f"with other last tokens, values of {moved} of {len(apart)} trajectories move by {limit:.1g} or more"
-    )
     return judged(
-        CAUSAL,
+        check,
         moved <= allowed,
-        text,
+        f"{when}, values of {moved} of {len(apart)} trajectories move by {limit:.1g} or more",
         "model.layers, megatron: the value of a token must be read where the token is predicted",
     )
 

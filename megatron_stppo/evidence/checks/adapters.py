@@ -1,0 +1,89 @@
+"""Checks what low-rank adapters add: alpha / rank * B A x, with alpha and rank of the configuration.
+
+Every layer with an adapter gets the same random input twice: without its weight and with a random B, and with
+alpha / rank * B A, computed in float64, as its weight and without the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_stppo.evidence.bench.distributions import ROUNDED, apart
+from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank
+from megatron_stppo.model import build
+from megatron_stppo.model.adapters import adapters
+from megatron_stppo.model.layers import layer_spec
+from megatron_stppo.model.learner import Learner
+from megatron_stppo.weights.sharding.low_rank import A, B
+from megatron_stppo.weights.sharding.spans import chunk_prefix
+from megatron_stppo.weights.sharding.tiles import PADDING, Span
+
+ADDED = "adapters add alpha / rank * B A"
+
+
+def added(stage: Stage) -> Iterator[Checked]:
+    """Compare the layers of actor and critic that have adapters. Collective."""
+    if not stage.config.model.lora.rank or layer_spec(stage.config) == "transformer_engine":
+        yield Checked(ADDED, "skipped", "there are none, or in layers that also normalise their input")
+        return
+    stage.rollouts.load_for("score")
+    yield finding(stage.learner)
+
+
+def finding(learner: Learner) -> Checked:
+    """Return the line of a learner with adapters. Collective; its weights are as before afterwards."""
+    config, mesh, wrong = learner.config, learner.mesh, list[str]()
+    spans = build.adapters_of_rank(learner.shape, config, mesh.layout, mesh.rank)
+    lora, count = config.model.lora, 0
+    for role, trainer in learner.trainers.items():
+        for number, chunk in enumerate(trainer.chunks):
+            for name, adapter in adapters(chunk):
+                of_a, of_b = (spans[f"{chunk_prefix(len(trainer.chunks), number)}{name}.{m}"] for m in "ab")
+                layer: Any = chunk.get_submodule(name.removesuffix(".adapter"))
+                weights = (layer.weight.data, adapter.a.data, adapter.b.data)
+                own, needed = _outputs(layer, weights, of_a, of_b, lora.alpha / lora.rank, mesh.tensor_size)
+                wrong += apart(f"{role}, {name}", own, needed, ROUNDED[own.dtype])
+                count += 1
+    every = of_every_rank(wrong)
+    text = every[0] if every else f"{count} layers on this rank, alpha {lora.alpha:g}, rank {lora.rank}"
+    return judged(ADDED, not every, text, "model.lora.alpha, model.lora.rank: report this line")
+
+
+@torch.no_grad()
+def _outputs(
+    layer: Any,
+    weights: tuple[Tensor, Tensor, Tensor],
+    of_a: tuple[Span, ...],
+    of_b: tuple[Span, ...],
+    factor: float,
+    ranks: int,
+) -> tuple[Tensor, Tensor]:
+    """Return what a layer makes of random numbers with the adapter alone, and with factor * B A alone.
+
+    weights: of the layer, A and B, restored afterwards. of_a, of_b: spans of A and B. ranks: of the layer.
+    """
+    weight, a, b = weights
+    draw, kept = torch.Generator().manual_seed(0), [weight.clone(), b.clone()]
+    x, random = (
+        torch.randn(n, generator=draw).to(weight) for n in ((4 * ranks, 1, weight.shape[1]), b.shape)
+    )
+    weight.zero_()
+    b.copy_(random)
+    own = layer(x)[0]
+    first = {span.hf_key.replace(A, B): span.local for span in of_a}
+    for span in of_b:  # where the layer joins several, rows belong to the A of their own
+        if span.hf_key != PADDING:
+            rows, at = (
+                slice(span.local, span.local + span.size),
+                first[span.hf_key] if of_a[0].dim == 0 else 0,
+            )
+            weight[rows] = (factor * b[rows].double() @ a[at : at + b.shape[1]].double()).to(weight)
+    b.zero_()
+    needed = layer(x)[0]
+    for tensor, before in zip((weight, b), kept, strict=True):
+        tensor.copy_(before)
+    return own.flatten(), needed.flatten()
