@@ -25,11 +25,10 @@ from megatron_stppo.evidence.checks.arrival import arrival
 from megatron_stppo.evidence.checks.asked import asked
 from megatron_stppo.evidence.checks.critic import critic
 from megatron_stppo.evidence.checks.fair import fair
-from megatron_stppo.evidence.checks.first_ratio import first_ratio
 from megatron_stppo.evidence.checks.gradient import gradient
 from megatron_stppo.evidence.checks.layouts import layouts
 from megatron_stppo.evidence.checks.loss import loss
-from megatron_stppo.evidence.checks.reference import rates, reference
+from megatron_stppo.evidence.checks.reference import first_ratio, rates, reference
 from megatron_stppo.evidence.checks.resume import resume
 from megatron_stppo.evidence.checks.rewards import landing
 from megatron_stppo.evidence.checks.tokens import exact

@@ -23,7 +23,6 @@ from torch import Tensor
 from megatron_stppo.base.types import EstimatedBatch, Minibatch, ScoredBatch, Trajectory, Turn
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.data.exchange import Played
-from megatron_stppo.data.observed import with_observations
 from megatron_stppo.evidence.bench import defined_loss
 from megatron_stppo.evidence.bench.scoring import judges_single
 from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank, steady
@@ -32,6 +31,7 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.parallel.collectives import all_reduce_sum
+from megatron_stppo.training.advantage import with_observations
 from megatron_stppo.training.stages import distribute, score, update
 from megatron_stppo.training.update.critic_step import value_loss
 from megatron_stppo.weights.sharding.hf_checkpoint import load_hf

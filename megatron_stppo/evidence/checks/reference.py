@@ -1,8 +1,9 @@
-"""Checks that the reference begins as the policy and stays, and that learning rates are those configured."""
+"""Checks of what must not move: the log-probs before the first step, the reference, and learning rates."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,18 +12,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import EstimatedBatch, ScoredBatch
+from megatron_stppo.base.types import DividedBatch, EstimatedBatch, ScoredBatch, UpdatedBatch
+from megatron_stppo.cluster.launch import connections
+from megatron_stppo.config import ParallelConfig
 from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank, steady
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.training.stages import score, update
+from megatron_stppo.training.update.actor_step import actor_step
 
-BEGINS, STAYS, RATES = "the reference begins as the policy", "the reference stays", "learning rates hold"
+FIRST, BEGINS = "the first ratio is 1", "the reference begins as the policy"
+STAYS, RATES = "the reference stays", "learning rates hold"
 LARGE = 1e-4  # learning rate of the steps that must not move the reference
 EPSILON = 1e-8  # of Adam
 REMEDY = (
     "algorithm.kl_coefficient, model.reference_path: report this line; the KL penalty is to other weights"
 )
+
+
+def first_ratio(stage: Stage) -> Iterator[Checked]:
+    """Score the episodes, and compute the steps of the first epoch without taking them. Collective."""
+    config, actor = stage.config, stage.actor
+    scoring = config.changed(update={"old_logprob": "score"}, algorithm={"old_policy": "score"})
+    stage.rollouts.load_for("score")
+    scored = score(replace(stage.learner, config=scoring), _unscored(stage))
+    batch = UpdatedBatch.of(scored, advantage_T=stage.random_T(0))
+    stage.rollouts.load_for("update")
+    largest, tokens = 0.0, 0
+    for minibatch in batch.epochs[0]:
+        step = actor_step(actor, stage.loss(batch, minibatch), minibatch, stage.learner.packer, hold=True)
+        apart_T = (step.ratios.logprob_T - batch.old_logprob_T)[step.ratios.chosen_T].abs()
+        largest = max(largest, float(apart_T.nan_to_num(torch.inf).max()))
+        tokens += len(apart_T)
+    yield judged(
+        FIRST,
+        largest == 0,
+        f"{tokens:,} tokens, largest difference of a log-prob {largest:.2g} (0 allowed)",
+        suspects(config.parallel),
+    )
+
+
+def suspects(parallel: ParallelConfig) -> str:
+    """Return the settings to look at if scoring and update differ."""
+    if torch.cuda.is_available() and parallel.tensor > 1 and os.environ.get(connections.NVLS) != "0":
+        return f"{connections.NVLS}: with NVLS, sums of tensor parallel ranks change between calls; set 0"
+    return (
+        "update.tokens_per_microbatch, model.layers, megatron: scoring and update compute different "
+        "log-probs; remove what differs, or is random, in training only"
+    )
 
 
 def reference(stage: Stage) -> Iterator[Checked]:
@@ -70,10 +107,15 @@ def _actor_alone(stage: Stage) -> Learner:
 
 def _logprobs(stage: Stage, learner: Learner) -> tuple[Tensor, Tensor, ScoredBatch]:
     """Return the log-probs of policy and reference, and the scored batch. Collective."""
-    batch = stage.batch if stage.config.replays_rollout else replace(stage.batch, routes_P=None)
+    batch = _unscored(stage)
     scored = score(learner, replace(batch, epochs=batch.epochs[:1]))
     assert scored.old_logprob_T is not None and scored.reference_logprob_T is not None
     return scored.old_logprob_T, scored.reference_logprob_T, scored
+
+
+def _unscored(stage: Stage) -> DividedBatch:
+    """Return the batch without the experts that scoring with routing_replay=old_policy has recorded."""
+    return stage.batch if stage.config.replays_rollout else replace(stage.batch, routes_P=None)
 
 
 def rates(stage: Stage) -> Iterator[Checked]:

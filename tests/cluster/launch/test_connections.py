@@ -10,7 +10,7 @@ import torch
 
 from megatron_stppo.cluster.launch import connections, process
 from megatron_stppo.config import Config, ParallelConfig
-from megatron_stppo.evidence.checks.first_ratio import suspects
+from megatron_stppo.evidence.checks.reference import suspects
 
 HOPPER, BLACKWELL = 9, 10
 SPLIT = ParallelConfig(tensor=2, sequence=True)

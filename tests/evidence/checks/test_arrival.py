@@ -36,7 +36,7 @@ def verified(root: Path, chosen: Iterable[plants.Plant], overrides: Sequence[str
     """Return the verdicts of these checks with each plant, and without one as "". One engine serves all."""
     from megatron_stppo.evidence.bench.stage import Stage
     from megatron_stppo.evidence.checks.arrival import arrival
-    from megatron_stppo.evidence.checks.first_ratio import first_ratio
+    from megatron_stppo.evidence.checks.reference import first_ratio
     from megatron_stppo.evidence.verification import findings_of
     from megatron_stppo.training.colocated import assemble, engine_sync
 

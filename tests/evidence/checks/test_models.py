@@ -1,16 +1,20 @@
-"""Critic, reference and learning rates: healthy models pass; planted mistakes are found by their checks."""
+"""Critic, reference, adapters and rates: healthy models pass; planted mistakes are found by their checks."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_stppo.evidence.bench.stage import Stage
-from megatron_stppo.evidence.checks.critic import CAUSAL, FORMULA, critic
+from megatron_stppo.evidence.checks.adapters import ADDED, added
+from megatron_stppo.evidence.checks.critic import BEGINS as CRITIC_BEGINS
+from megatron_stppo.evidence.checks.critic import CAUSAL, FORMULA, OBSERVED, critic
 from megatron_stppo.evidence.checks.reference import BEGINS, RATES, STAYS, rates, reference
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
@@ -68,28 +72,68 @@ def reference_follows(mp: Patch) -> None:
     mp.setattr(Worker, "publish", publish)
 
 
-PLANTS = {  # {check: {plant: the line that finds it}}
-    critic: {clipped_around_the_return: FORMULA, value_sees_its_token: CAUSAL},
-    rates: {rate_decays: RATES},
-    # the last plant moves the reference
-    reference: {reference_at_another_temperature: BEGINS, reference_follows: STAYS},
-}
+VALUES_ONE_EARLY = "value_R[action_rows(batch)]", "value_R[(action_rows(batch) - 1).clamp(min=0)]"
+value_of_the_token_before = staged.mistaken("training.stages:score", *VALUES_ONE_EARLY)
+alpha_over_the_root_of_the_rank = staged.mistaken(
+    "model.adapters:Adapter.forward", "* self.scale", "* self.scale * self.a.shape[0] ** 0.5"
+)
+Plants = dict[Any, dict[str, tuple[Any, str]]]  # {check: {plant: (it, the line that finds it)}}
 
 
-def _look(path: Path) -> Any:
+def of_models(stage: Stage) -> Plants:
+    def critic_begins_as_the_actor(mp: Patch) -> None:
+        own, of_actor = (next(stage.learner.trainers[r].chunks[0].parameters()) for r in ("critic", "actor"))
+        mp.setattr(own, "data", of_actor.data)
+
+    return {
+        critic: {
+            "another critic": (critic_begins_as_the_actor, CRITIC_BEGINS),
+            "clipped around the return": (clipped_around_the_return, FORMULA),
+            "value sees its token": (value_sees_its_token, CAUSAL),
+            "value of the token before": (value_of_the_token_before, OBSERVED),
+        },
+        rates: {"rate decays": (rate_decays, RATES)},
+        # the last plant moves the reference
+        reference: {
+            "another temperature": (reference_at_another_temperature, BEGINS),
+            "reference follows": (reference_follows, STAYS),
+        },
+    }
+
+
+def of_adapters(stage: Stage) -> Plants:
+    return {added: {"alpha / rank ** 0.5": (alpha_over_the_root_of_the_rank, ADDED)}}
+
+
+def _look(path: Path, planted: Any, *overrides: str) -> Any:
     def of(stage: Stage) -> Any:
-        weights, found = stage.weights(), []
-        for check, plants in PLANTS.items():
-            named = {plant.__name__: plant for plant in plants}
-            found.append(staged.findings(stage, check, named, again=False))
-        return found, all(map(torch.equal, weights, stage.weights()))
+        weights, plants = stage.weights(), planted(stage)
+        found = [
+            staged.findings(stage, check, {name: plant for name, (plant, _) in named.items()}, again=False)
+            for check, named in plants.items()
+        ]
+        lines = [{name: [line] for name, (_, line) in named.items()} for named in plants.values()]
+        return found, lines, all(map(torch.equal, weights, stage.weights()))
 
-    return staged.run(of, path, "algorithm.kl_coefficient=0.001", "environment.max_turns=2")
+    return staged.run(of, path, "algorithm.kl_coefficient=0.001", "environment.max_turns=2", *overrides)
 
 
-def test_healthy_models_pass_and_each_planted_mistake_is_found(tmp_path: Path) -> None:
-    ((every, same),) = run_ranks(_look, 1, staged.write(tmp_path / "project"), timeout=240)
+@pytest.mark.parametrize(
+    ("planted", "overrides"),
+    [
+        (of_models, ["model.critic_path=critic", "algorithm.gae_observations=true"]),
+        (of_adapters, ["model.lora.rank=4", "model.lora.alpha=16"]),
+    ],
+)
+def test_healthy_models_pass_and_each_planted_mistake_is_found(
+    planted: Any, overrides: list[str], tmp_path: Path
+) -> None:
+    path = staged.write(tmp_path / "project")
+    shutil.copytree(path.parent / "model", path.parent / "critic")
+    weights = path.parent / "critic" / "model.safetensors"
+    save_file({name: -tensor for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    ((every, expected, same),) = run_ranks(_look, 1, path, planted, *overrides, timeout=240)
     assert same
-    for found, plants in zip(every, PLANTS.values(), strict=True):
-        names = {plant: [line.split(":")[0] for line in lines] for plant, lines in found.items()}
-        assert names == {"": []} | {plant.__name__: [line] for plant, line in plants.items()}, found
+    for found, lines in zip(every, expected, strict=True):
+        names = {plant: [line.split(":")[0] for line in of] for plant, of in found.items()}
+        assert names == {"": []} | lines, found
