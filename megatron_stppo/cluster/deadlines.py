@@ -21,8 +21,6 @@ torch's flight recorder does: it keeps the last 2,000 collectives of each backen
 turns it off). It has none that do not go through torch, such as those of vLLM's own NCCL communicator.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json
@@ -37,7 +35,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from megatron_stppo.base.files import replacing
 
@@ -95,7 +93,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._begin(START_UP)
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._rank == 0:  # heartbeats of an earlier attempt; every rank writes a new one
             for old in self._folder.glob("rank-*.json"):

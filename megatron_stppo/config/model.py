@@ -1,9 +1,7 @@
 """The sections `model` and `parallel`."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field
 
@@ -95,7 +93,7 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
     @property
-    def in_torch(self) -> ModelConfig:
+    def in_torch(self) -> Self:
         """A copy whose layers are operations of torch; other kernels have no shapes without data."""
         return self.changed(delta_net="torch")
 

@@ -1,10 +1,8 @@
 """The sections `data`, `environment`, `rollout` and `evaluate`: the episodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
@@ -103,7 +101,7 @@ class EnvironmentConfig(Section):
         """The folder of the configuration file, with modules that may be named here. See Config.beside."""
         return self._modules
 
-    def beside(self, folder: Path) -> EnvironmentConfig:
+    def beside(self, folder: Path) -> Self:
         """Return a copy with this folder as `modules`."""
         copy = self.model_copy()
         copy._modules = folder

@@ -4,8 +4,6 @@
 raises ToolAway if the server does not answer any request.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -15,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import httpx
 
@@ -66,7 +64,7 @@ class Document:
     score: float
 
     @classmethod
-    def parse(cls, id: str, contents: str, score: float) -> Document:
+    def parse(cls, id: str, contents: str, score: float) -> Self:
         """Return the document for `contents`, which is '"Title"\\ntext' as in the wiki-18 corpus.
 
         Contents without a line break are all text.

@@ -5,11 +5,9 @@ are used where they can be. On a CPU none is, so that results do not depend on t
 installed; only gradient_accumulation_fusion can be turned on there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from megatron.core.models.common.embeddings import rope_utils
 
@@ -29,7 +27,7 @@ class Place:
     rotary_kernel: bool  # TransformerEngine's rotary embedding of packed sequences
 
     @classmethod
-    def of(cls, config: Config, shape: ModelShape, on_gpu: bool) -> Place:
+    def of(cls, config: Config, shape: ModelShape, on_gpu: bool) -> Self:
         """Return the place of a run on this machine. on_gpu: whether it computes on a GPU."""
         return cls(
             on_gpu,

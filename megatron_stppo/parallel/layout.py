@@ -6,10 +6,8 @@ consists of neighbouring ranks on one node. Expert parallelism divides the ranks
 time, with context varying fastest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from megatron_stppo.config import ConfigError, ParallelConfig
 
@@ -39,7 +37,7 @@ class Layout:
     last_stage_layers: int | None = None  # None: as many as a middle stage
 
     @classmethod
-    def of_world(cls, world: int, parallel: ParallelConfig) -> Layout:
+    def of_world(cls, world: int, parallel: ParallelConfig) -> Self:
         """Return the layout of `world` ranks; the data axis has the ranks that the other axes leave.
 
         Raises ConfigError if `world` is not divisible by the sizes of the other axes.

@@ -1,12 +1,10 @@
 """The server of a process: a thread with an event loop of its own, listening on one network interface."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, Self
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -60,7 +58,7 @@ class Endpoint:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
 
-    def start(self) -> Endpoint:
+    def start(self) -> Self:
         self._thread.start()
         deadline = time.monotonic() + START_SECONDS
         while not self._server.started:

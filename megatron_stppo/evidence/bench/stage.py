@@ -1,12 +1,10 @@
 """What the checks of `verify` share: models and engine of the run, episodes, and the line of a check."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -115,7 +113,7 @@ class Stage:
     version: int = 0  # of the weights that the engine has
 
     @classmethod
-    def of(cls, config: Config, rollouts: Rollouts, version: int = 0) -> Stage:
+    def of(cls, config: Config, rollouts: Rollouts, version: int = 0) -> Self:
         """Publish the present weights as this version, and let the engine play with them."""
         rollouts.publish(version)
         tasks = fitting_tasks(config, "train", shown=False).tasks[:TASKS]

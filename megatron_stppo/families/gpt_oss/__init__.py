@@ -5,14 +5,12 @@ experts in one tensor, transposed: gate_up_proj [experts, hidden, 2 ffn] and gat
 expert has tensors of its own: experts.3.gate_up.weight and experts.3.gate_up.bias.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from megatron_stppo.config import ConfigError
 from megatron_stppo.weights.sharding.hf_fields import count_of, flag_of, rate_of
@@ -41,7 +39,7 @@ class Yarn:
     truncate: bool  # whether the bounds between the pairs of elements are rounded outwards
 
     @classmethod
-    def of(cls, folder: Path, rope: Mapping[str, Any]) -> Yarn:
+    def of(cls, folder: Path, rope: Mapping[str, Any]) -> Self:
         """Read the settings of the rotary embeddings, all of which vLLM needs. Raises ConfigError for other
         settings, or if one is missing."""
         kind = rope.get("rope_type", rope.get("type", "default"))

@@ -20,12 +20,10 @@ therefore have the same tokens without exchanging them.
   full context does not end it, because the agent may go on with another history.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Branch, Message, Outcome, Task, Trajectory, Turn
@@ -55,7 +53,7 @@ class Limits:
     new_message: bool = True
 
     @classmethod
-    def of(cls, config: Config) -> Limits:
+    def of(cls, config: Config) -> Self:
         r, e = config.rollout, config.environment
         return cls(
             r.max_prompt_tokens,

@@ -1,12 +1,10 @@
 """The functions of `algorithm.loss` and `algorithm.advantage`, of the user and of LOSSES, and the surrogate
 of such a loss, with the outputs of the built-in one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +23,7 @@ class Own:
     advantage: OwnAdvantage | None = None
 
     @classmethod
-    def of(cls, config: Config) -> Own:
+    def of(cls, config: Config) -> Self:
         """Import and check the functions. Raises ConfigError if one cannot be used."""
         a = config.algorithm
         advantage = a.advantage if a.own_advantage else None
