@@ -36,7 +36,7 @@ def waits(
     from megatron_stppo.data import division
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.data.validity import columns
-    from megatron_stppo.plan.substitutes import route_evenly
+    from megatron_stppo.plan.meter import route_evenly
     from megatron_stppo.plan.work import standing_at, trajectory
     from megatron_stppo.training import stages
     from megatron_stppo.training.advantage import estimate

@@ -25,7 +25,6 @@ from megatron_stppo.base.types import (
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.observe.describe import (
     current_mismatch,
-    describe,
     describe_batch,
     describe_rollouts,
     standard_error,
@@ -61,15 +60,13 @@ def test_every_outcome_is_counted_in_the_metrics() -> None:
     played = [
         trajectory(outcome) for outcome, n in zip(OUTCOMES, (1, 2, 3, 4, 5), strict=True) for _ in range(n)
     ]
-    batch = to_batch(played)
-    row = describe(summaries(played), updated(batch, old_logprob_T=batch.rollout_logprob_T), 0)
+    row = describe_rollouts(summaries(played), 0)
     assert [row[f"outcome/{outcome}"] for outcome in OUTCOMES] == [1, 2, 3, 4, 5]
 
 
 def test_episodes_that_never_began_are_counted_too() -> None:
     played = [trajectory("ok"), unplayed("error"), unplayed("timeout"), unplayed("timeout")]
-    batch = to_batch(played)
-    row = describe(summaries(played), updated(batch, old_logprob_T=batch.rollout_logprob_T), 0)
+    row = describe_rollouts(summaries(played), 0)
     assert (row["outcome/ok"], row["outcome/error"], row["outcome/timeout"]) == (1, 1, 2)
     assert row["reward/mean"] == 0.0 and row["rollout/turns"] == 1.0
 
@@ -89,9 +86,7 @@ def test_mismatch_between_engine_and_trainer_is_measured_on_tokens_with_loss() -
     played = [trajectory("ok"), trajectory("timeout")]
     batch = to_batch(played)
     old = batch.rollout_logprob_T + torch.tensor([0.5, 0.5, 9.0, 9.0])
-    assert describe(summaries(played), updated(batch, old_logprob_T=old), 0)[
-        "mismatch/mean_abs"
-    ] == pytest.approx(0.5)
+    assert describe_batch(updated(batch, old_logprob_T=old))["mismatch/mean_abs"] == pytest.approx(0.5)
 
 
 def test_metrics_of_behaviour_match_a_hand_calculation() -> None:

@@ -1,6 +1,7 @@
 """Replace a file or a folder in one step: a reader sees the old one or the new one, never a part of it."""
 
 import glob
+import hashlib
 import itertools
 import os
 import shutil
@@ -41,6 +42,12 @@ def replace_folder(scratch: Path, final: Path) -> None:
         final.rename(older)
     scratch.rename(final)
     shutil.rmtree(older, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def unused(path: Path) -> Path:

@@ -120,11 +120,9 @@ def _states(optimizer: Any) -> dict[torch.nn.Parameter, dict[str, torch.Tensor]]
 
 def _ranges(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
     """Yield (parameter, start, end): the optimizer has the states of these elements of the parameter."""
-    for buffer in optimizer.gbuf_ranges:
-        for buckets in buffer.values():
-            for bucket in buckets:
-                for parameter, ranges in bucket["param_map"].items():
-                    yield parameter, ranges["param"].start, ranges["param"].end
+    buckets = (bucket for buffer in optimizer.gbuf_ranges for of in buffer.values() for bucket in of)
+    for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
+        yield parameter, ranges["param"].start, ranges["param"].end
 
 
 def _blocks(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:

@@ -50,10 +50,7 @@ def check_resumed(path: Path, state: Mapping[str, Any], role: str, trainer: Trai
     check_experts(path, state, trainer)
     check_distributed(path, state, role, trainer)
     if role == "critic":
-        before, now = (
-            str(frozen).lower()
-            for frozen in (state.get("frozen_attention", False), frozen_attention(trainer))
-        )
+        before, now = state.get("frozen_attention", False), frozen_attention(trainer)
         _check_same(path, "update.critic.frozen_attention", before, now, "set it as it was")
     here = adaptation_of(trainer.chunks)
     if here is not None and state["lora"]["initial"] != here["initial"]:
@@ -118,10 +115,8 @@ def check_experts(path: Path, state: Mapping[str, Any], trainer: Trainer) -> Non
 
 def check_distributed(path: Path, state: Mapping[str, Any], role: str, trainer: Trainer) -> None:
     """Raise ConfigError if the optimizer's states are stored in the other of megatron's two ways."""
-    here = trainer.settings.distributed
-    before, now = (str(way).lower() for way in (state["distributed"].get(role, here), here))
-    remedy = f"set it as it was, or convert the checkpoint to {HF}"
-    _check_same(path, f"update.{role}.distributed", before, now, remedy)
+    here, remedy = trainer.settings.distributed, f"set it as it was, or convert the checkpoint to {HF}"
+    _check_same(path, f"update.{role}.distributed", state["distributed"].get(role, here), here, remedy)
 
 
 def _check_adapters(path: Path, written: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
@@ -138,4 +133,5 @@ def _check_adapters(path: Path, written: dict[str, Any] | None, here: dict[str, 
 
 def _check_same(path: Path, field: str, written: Any, here: Any, remedy: str) -> None:
     if written != here:
-        raise ConfigError(f"{path}: was written with {field}={written}, this run has {here}; {remedy}")
+        before, now = (str(x).lower() if isinstance(x, bool) else x for x in (written, here))
+        raise ConfigError(f"{path}: was written with {field}={before}, this run has {now}; {remedy}")

@@ -12,7 +12,6 @@ are read here may be damaged or malicious: their size is limited, they are decod
 file is only opened if its name was found in the folder.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_stppo.base.files import replace_folder, replacing
+from megatron_stppo.base.files import replace_folder, replacing, sha256
 from megatron_stppo.base.printing import one_line
 
 log = logging.getLogger(__name__)
@@ -179,12 +178,6 @@ def read_episodes(path: Path) -> bytes:
 def describe(path: Path) -> File:
     """Return the manifest entry of a file on disk."""
     return File(sha256(path), path.stat().st_size)
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -62,9 +63,9 @@ class Save:
         Errors are stored in `refused` and `broken`, not raised: an exception in a thread would be lost.
         """
         try:
-            self._together(lambda: self._prepare() if self._first else Report())
+            self._together(self._prepare if self._first else Report)
             reports = self._together(self._own)
-            self._together(lambda: self._publish(reports) if self._first else Report())
+            self._together(partial(self._publish, reports) if self._first else Report)
         except Refused as error:
             self.refused = f"{self.final} is not saved ({self.bytes / 2**20:.1f} MiB): {error}"
             if self._first:
@@ -79,14 +80,14 @@ class Save:
     def _first(self) -> bool:
         return dist.get_rank() == 0
 
-    def _together(self, action: Callable[[], Report]) -> list[Report]:
+    def _together(self, action: Callable[[], Report | None]) -> list[Report]:
         """Run `action` and return the reports of all ranks on rank 0 (an empty list on the others).
 
         Raises Refused or RuntimeError on every rank if the action failed on any rank.
         """
         report, failure, cause = Report(), None, None
         try:
-            report = action()
+            report = action() or report
         except OSError as error:
             failure = Failure(f"{error.strerror or error} (rank {dist.get_rank()})", refused=True)
         except Exception as error:
@@ -95,7 +96,7 @@ class Save:
         raise_together(failure, _combined, Failure, self.group, cause=cause)
         return [decode(payload, Report) for payload in gather_bytes(encode(report), self.group)]
 
-    def _prepare(self) -> Report:
+    def _prepare(self) -> None:
         """Remove the folders of interrupted saves and create the new one.
 
         Raises OSError, in particular if there is too little free space: a save must not fill the disk,
@@ -110,7 +111,6 @@ class Save:
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, {room / 2**20:.1f} MiB are free")
         for role in self.copies:
             (self.scratch / role).mkdir(parents=True)
-        return Report()
 
     def _own(self) -> Report:
         pieces: dict[str, list[Written]] = {}
@@ -120,7 +120,7 @@ class Save:
             files |= {f"{role}/{name}": file for name, file in written.items()}
         return Report(pieces, files)
 
-    def _publish(self, reports: Iterable[Report]) -> Report:
+    def _publish(self, reports: Iterable[Report]) -> None:
         files = {name: file for report in reports for name, file in report.files.items()}
         for role, copy in self.copies.items():
             for name in copy.finish([piece for report in reports for piece in report.pieces[role]]):
@@ -135,7 +135,6 @@ class Save:
             self.retire()
         except OSError as error:  # the step is published; only disk space is lost
             say(f"WARNING: older checkpoints could not be removed: {error}")
-        return Report()
 
 
 def _combined(failures: dict[int, Failure]) -> RuntimeError:

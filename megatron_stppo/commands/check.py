@@ -48,10 +48,10 @@ def audit(
 ) -> None:
     """Check that each recorded log-prob is that of the recorded policy version; exit 1 if not, and 3 if
     files or checkpoints of the run are damaged."""
-    from megatron_stppo.validation import sources
+    from megatron_stppo.validation import run_folder
 
-    settings = open_config(sources.config_of(run), overrides, "audit", checkpoint=True)
-    sources.check_audit(settings, run)
+    settings = open_config(run_folder.config_of(run), overrides, "audit", checkpoint=True)
+    run_folder.check_audit(settings, run)
     with importing(settings, quiet=True, engine=False):
         from megatron_stppo.evidence.audit.audit import audit as check
 

@@ -81,10 +81,10 @@ def replay(
     modules: Modules = None,
 ) -> None:
     """Train on the records of a run, and write a new run."""
-    from megatron_stppo.validation import sources
+    from megatron_stppo.validation import run_folder
 
-    settings = open_config(config or sources.config_of(run), overrides, "replay", modules=modules)
-    sources.check_replay(settings, records, run, start)
+    settings = open_config(config or run_folder.config_of(run), overrides, "replay", modules=modules)
+    run_folder.check_replay(settings, records, run, start)
     lock(settings)
     with importing(settings, engine=False):
         from megatron_stppo.training.replay import replay as train_again
@@ -110,13 +110,13 @@ def rollout(
 ) -> None:
     """Play training episodes and write them to trajectories/, without training."""
     settings = open_config(config, overrides, "rollout", checkpoint=source is not None, modules=modules)
-    from megatron_stppo.validation import run_folder, sources
+    from megatron_stppo.validation import run_folder
 
     if source is None:
         run_folder.check_new(settings)
     else:
-        sources.check_source(settings, "--from", source, start)
-        sources.check_left(settings, source, start)
+        run_folder.check_source(settings, "--from", source, start)
+        run_folder.check_left(settings, source, start)
     lock(settings)
     with importing(settings):
         from megatron_stppo.training.play_only import rollout as play
@@ -176,9 +176,9 @@ def cold_start(
     command = "cold-start" if critic is None else "cold-start --critic"
     settings = open_config(config, overrides, command, modules=modules)
     if critic is not None:
-        from megatron_stppo.validation import sources
+        from megatron_stppo.validation import run_folder
 
-        sources.check_pretraining(settings, critic)
+        run_folder.check_pretraining(settings, critic)
     from megatron_stppo.validation import checks
 
     plays = critic is None and checks.plays(settings, "cold-start")

@@ -28,9 +28,8 @@ from megatron_stppo.config.rollout import (
     RetrievalConfig,
     RolloutConfig,
 )
-from megatron_stppo.config.run import DeadlinesConfig, RunConfig, TelemetryConfig
+from megatron_stppo.config.run import DeadlinesConfig, RunConfig, ServingConfig, TelemetryConfig
 from megatron_stppo.config.section import Section, finite
-from megatron_stppo.config.serving import ServingConfig
 from megatron_stppo.config.update import ColdStartConfig, OptimizerConfig, UpdateConfig
 
 __all__ = [

@@ -3,7 +3,6 @@
 Does not import torch, so that tools that inspect a run start quickly.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -28,12 +27,6 @@ def played_path(run: Path, iteration: int) -> Path:
 def turns_path(run: Path, iteration: int) -> Path:
     """Return the path of the update's values for each turn. No file if the update was refused."""
     return run / FOLDER / f"iteration-{iteration:05d}.turns.jsonl"
-
-
-def digest_of(run: Path, iteration: int) -> str:
-    """Return the SHA-256 of the file of an iteration's trajectories, in hexadecimal digits."""
-    with played_path(run, iteration).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def recorded(run: Path) -> list[int]:

@@ -52,7 +52,7 @@ class Layout:
                 f"{product} must divide the number of ranks {world}; start a multiple of {taken} ranks"
             )
         if p.context * data % p.expert:
-            works = [n for n in range(1, p.context * data + 1) if p.context * data % n == 0]
+            works = divisors(p.context * data)
             raise ConfigError(
                 f"parallel.expert={p.expert} must divide the {p.context * data} ranks of context and data "
                 f"parallelism; choose from {works}"
@@ -102,3 +102,7 @@ class Layout:
         before, own = sum(sizes[:stage]) // self.virtual, sizes[stage] // self.virtual
         starts = [v * (layers // self.virtual) + before for v in range(self.virtual)]
         return [range(start, start + own) for start in starts]
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

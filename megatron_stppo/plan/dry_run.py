@@ -149,8 +149,7 @@ def _of_kind(
         "critic": config.needs_critic,
         "reference": config.needs_reference,
     }
-    used = rank.uses([role for role, is_needed in roles.items() if is_needed])
-    models = used.models
+    models, trunk, buffers = rank.uses([role for role, is_needed in roles.items() if is_needed])
     rows = max(config.update.logit_rows, config.rollout.max_turn_tokens)
     columns = shape.padded_vocab(mesh.tensor_size) // mesh.tensor_size
     size = torch.float32.itemsize if config.model.float32_logits(gpu.is_cuda) else dtype.itemsize
@@ -170,8 +169,8 @@ def _of_kind(
             in_flight={
                 role: use.in_flight(mesh.layout, stage, work.microbatches) for role, use in models.items()
             },
-            trunk=used.trunk,
-            buffers=used.buffers,
+            trunk=trunk,
+            buffers=buffers,
             communicators=communicators if gpu.is_cuda else 0,
             logits=logits if stage == mesh.layout.pipeline - 1 else 0,
         )

@@ -1,7 +1,7 @@
 """Memory of one rank's models and of a micro-batch, measured with the rank's real modules on meta tensors."""
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,7 @@ from megatron_stppo.model.policy_head import ActionTokens, PolicyHead
 from megatron_stppo.model.token_model import TokenModel, frozen
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.plan.meter import Meter
-from megatron_stppo.plan.substitutes import device_paths, forget, route_evenly
+from megatron_stppo.plan.meter import Meter, device_paths, forget, route_evenly
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 
@@ -58,24 +57,6 @@ def waiting(layout: Layout, stage: int, microbatches: int) -> list[int]:
     return [k // layout.pipeline % chunks for k in range(count)]
 
 
-@dataclass(frozen=True)
-class RankUse:
-    """The models of one rank. Memory is in bytes."""
-
-    models: Mapping[str, ModelUse]  # by role
-    trunk: int  # frozen weights, which all models share; 0 without adapters
-    buffers: int  # of megatron, which all models share and which stay when the models are deleted
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """Forward and backward of one micro-batch through one chunk. Bytes and FLOP."""
-
-    kept: int  # between forward and backward
-    peak: int
-    flop: int
-
-
 class RankModels:
     """Measures the models of one rank, one after the other.
 
@@ -99,14 +80,18 @@ class RankModels:
         self.meter = Meter()
         self._trunk: list[TokenModel] | None = None
 
-    def uses(self, roles: Sequence[build.Role]) -> RankUse:
-        """Measure the models of these roles, of which the actor is the first."""
+    def uses(self, roles: Sequence[build.Role]) -> tuple[dict[str, ModelUse], int, int]:
+        """Measure the models of these roles, of which the actor is the first.
+
+        Return them by role, and the bytes that all share: frozen weights (0 without adapters), and megatron's
+        buffers, which stay when the models are deleted.
+        """
         assert roles[0] == "actor"
         models: dict[str, ModelUse] = {role: self._use(role) for role in roles}
         trunk = _bytes(frozen(self._trunk or ()))
         self._trunk = None
         gc.collect()
-        return RankUse(models, trunk, self.meter.alive)
+        return models, trunk, self.meter.alive
 
     def _use(self, role: build.Role) -> ModelUse:
         with self.meter, device_paths(self.is_cuda):
@@ -145,7 +130,8 @@ class RankModels:
             resident -= _bytes(frozen(chunks))
         scoring, score_flop = self._score(trainer.model, role)
         trainer.zero()
-        passes = [self._pass(trainer.model, number, role) for number in range(len(chunks))]
+        passes = (self._pass(trainer.model, number, role) for number in range(len(chunks)))
+        kept, peaks, update_flop = zip(*passes, strict=True)
         forget(chunks)
         corrects = role == "actor" and config.algorithm.correction == "gradient"
         return ModelUse(
@@ -155,12 +141,12 @@ class RankModels:
             gradients=gradients,
             optimizer=optimizer,
             scoring=scoring,
-            kept=tuple(p.kept for p in passes),
-            working=max(p.peak for p in passes),
+            kept=kept,
+            working=max(peaks),
             stepping=self._step(trainer),
             set_aside=self._set_aside(trainer) if corrects else 0,
             score_flop=score_flop,
-            update_flop=sum(p.flop for p in passes),
+            update_flop=sum(update_flop),
         )
 
     def _score(self, chunks: Sequence[torch.nn.Module], role: build.Role) -> tuple[int, int]:
@@ -176,7 +162,8 @@ class RankModels:
         self.warm = True
         return self.meter.peak - before, self.meter.flop
 
-    def _pass(self, chunks: Sequence[torch.nn.Module], number: int, role: build.Role) -> _Pass:
+    def _pass(self, chunks: Sequence[torch.nn.Module], number: int, role: build.Role) -> tuple[int, int, int]:
+        """Return of a micro-batch through a chunk the bytes kept for the backward, the peak, and the FLOP."""
         meter, chunk = self.meter, chunks[number]
         before = meter.rest()
         out, given = self._forward(chunk)
@@ -185,7 +172,7 @@ class RankModels:
         kept = meter.alive - before
         torch.autograd.backward(out, None if _is_last(chunk) else torch.empty_like(out))
         del out, given
-        return _Pass(kept, meter.peak - before, meter.flop)
+        return kept, meter.peak - before, meter.flop
 
     def _forward(self, chunk: torch.nn.Module) -> tuple[Tensor, Tensor | None]:
         """Return the chunk's output and the input that the stage before would send (None on the first)."""

@@ -171,17 +171,10 @@ def by_tokens(
 
 def as_batch(scripts: list[Demonstration]) -> Batch:
     """Return a batch in which each script is one long turn after a prompt of one token."""
-    return to_batch(
-        [
-            Trajectory(
-                SCRIPT,
-                ids[:1],
-                (Turn(ids[1:], (0.0,) * (len(ids) - 1), (), 0.0, ((0, len(ids) - 1),)),),
-                "ok",
-            )
-            for ids in (script.token_ids for script in scripts)
-        ]
-    )
+    every = [(script.token_ids, len(script.token_ids) - 1) for script in scripts]
+    turns = [Turn(ids[1:], (0.0,) * size, (), 0.0, ((0, size),)) for ids, size in every]
+    pairs = zip(every, turns, strict=True)
+    return to_batch([Trajectory(SCRIPT, ids[:1], (turn,), "ok") for (ids, _), turn in pairs])
 
 
 def train_step(

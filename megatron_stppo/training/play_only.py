@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,10 @@ from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.rollout.vllm.generation import RolloutError
 from megatron_stppo.rollout.vllm.stop_strings import StopFinder
 from megatron_stppo.training.colocated import Worker, assemble
-from megatron_stppo.training.rollouts import evaluate_tasks, held_out_tasks, rollout_settings, seed_of
+from megatron_stppo.training.rollouts import evaluate_tasks, rollout_settings, seed_of
 from megatron_stppo.validation import attempts
 
+Stops = tuple[tuple[str, ...], str]  # of episodes, and why none could be reset
 SHOWN, CHARACTERS = 3, 2000  # episodes that are printed after a cold start, and the most of each
 
 
@@ -76,7 +76,7 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
     another JSON file for the numbers. Collective. Raises ConfigError.
     """
     rank, run = process.rank(), config.run
-    held_out = held_out_tasks(config, shown=rank == 0)
+    held_out = fitting_tasks(config, "evaluate", shown=rank == 0)
     worker, version = _built(config, None if checkpoint is None else (run.folder, checkpoint), draws=False)
     weights = run.folder / "checkpoints" / f"step_{version}" if checkpoint is not None else None
     say(f"weights of {weights}", rank == 0 and weights is not None)
@@ -150,9 +150,9 @@ class ColdEpisodes:
     def play(self, output: Path) -> None:
         """Play with what the cold start has written to `output`, and print some episodes and how they end."""
         config, first_rank = self._config, self._mesh.rank == 0
-        worker = assemble(
-            _written(config, output), training=False, draws=False, begun=(self._mesh, self._make)
-        )
+        written = {"lora": {"path": output}} if config.model.lora.rank else {"path": output}
+        begun = (self._mesh, self._make)
+        worker = assemble(config.changed(model=written), training=False, draws=False, begun=begun)
         worker.publish(0)
         with timed("episodes", first_rank):
             played = worker.play(self._tasks, 1, rollout_settings(config), seed_of(config.run, 0))
@@ -172,13 +172,6 @@ class ColdEpisodes:
         worker.close()
 
 
-def _written(config: Config, output: Path) -> Config:
-    """Return the configuration with what the cold start has written as its model, or as its adapters."""
-    model = config.model
-    path = {"lora": model.lora.model_copy(update={"path": output})} if model.lora.rank else {"path": output}
-    return config.model_copy(update={"model": model.model_copy(update=path)})
-
-
 def shown(episode: Trajectory, tokenizer: Any) -> str:
     """Return the end of an episode's text, safe to print, with the places where turns begin and end."""
     text = decode_plain(tokenizer, episode.prompt_ids)
@@ -190,12 +183,6 @@ def shown(episode: Trajectory, tokenizer: Any) -> str:
     return printable(f"{head}\n{cut}{text[-CHARACTERS:]}")
 
 
-@dataclass(frozen=True)
-class _Stops:
-    strings: tuple[str, ...] = ()
-    trouble: str = ""  # why no episode could be reset
-
-
 def stop_strings(
     make: Callable[[], AnyEnvironment], tasks: Sequence[Task], section: EnvironmentConfig
 ) -> tuple[str, ...]:
@@ -204,25 +191,25 @@ def stop_strings(
     Raises ConfigError if no episode can be reset.
     """
     own = _reset(make, tasks, section) if dist.get_rank() == 0 else None
-    stops = broadcast_record(own, _Stops, source=0)
-    if stops.trouble:
+    stops, trouble = broadcast_record(own, tuple[tuple[str, ...], str], source=0)
+    if trouble:
         raise ConfigError(
-            f"environment.kind={section.kind}: no episode can begin: {stops.trouble}; repair it, or set "
+            f"environment.kind={section.kind}: no episode can begin: {trouble}; repair it, or set "
             "cold_start.episodes=0 to do without"
         )
-    return stops.strings
+    return stops
 
 
-def _reset(make: Callable[[], AnyEnvironment], tasks: Sequence[Task], section: EnvironmentConfig) -> _Stops:
+def _reset(make: Callable[[], AnyEnvironment], tasks: Sequence[Task], section: EnvironmentConfig) -> Stops:
     try:
         with EnvironmentHost(make, concurrency=section.concurrency, deadline=section.deadline) as host:
             for number, task in enumerate(tasks):
                 host.reset(number, task, number)
             answers = host.take(len(tasks))
     except (RolloutError, ToolsStayAway) as error:
-        return _Stops(trouble=one_line(str(error)))
+        return (), one_line(str(error))
     failed = [
         answer.misuse or (answer.result.detail if answer.result is not None else "") for answer in answers
     ]
     strings = dict.fromkeys(stop for answer in answers for stop in answer.stop_strings)
-    return _Stops(tuple(strings), failed[0] if all(failed) else "")
+    return tuple(strings), failed[0] if all(failed) else ""

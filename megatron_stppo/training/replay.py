@@ -6,8 +6,7 @@ batches: read the scored batches in dumps/, which contain log-probs and values, 
 update.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,7 @@ from megatron_stppo.training.update.own import Own
 from megatron_stppo.validation import attempts, checks
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
-Read = Callable[[Learner, Path, int], tuple[ScoredBatch, Tensor, dict[str, Any]]]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A source of scored batches."""
-
-    recorded: Callable[[Path], list[int]]  # from a run's folder to its recorded iterations
-    read: Read  # returns (scored batch, group_N, metrics of the rollouts); collective
+Recorded = tuple[ScoredBatch, Tensor, dict[str, Any]]  # and group_N, and metrics of the rollouts
 
 
 def replay(config: Config, records: str, run: Path, start: str | None = None) -> None:
@@ -53,14 +44,14 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
     Writes metrics.jsonl, dumps and a checkpoint of the last iteration to the folder of `config`'s run.
     Raises ConfigError for records that are missing, damaged or do not fit the layout.
     """
-    source = SOURCES[records]
+    recorded, read = SOURCES[records]
     own, shape, mesh = Own.of(config), read_shape(config.model.path), process.start(config)
     rank, folder = mesh.rank, config.run.folder
     with timed("models", rank == 0):
         learner = build_learner(attempts.as_begun(config, run), shape, mesh, process.dtype(config))
     checkpoints = Checkpoints(config, learner, rollback=False)  # those are in the replayed run's folder
     first = checkpoints.continue_from(_load(learner, run, start)) if start else 0
-    numbers = [n for n in source.recorded(run) if first < n <= config.run.iterations]
+    numbers = [n for n in recorded(run) if first < n <= config.run.iterations]
     if not numbers:
         raise ConfigError(
             f"RUN_DIR={run}: holds no {records} of iterations {first + 1} to {config.run.iterations}; choose "
@@ -73,7 +64,7 @@ def replay(config: Config, records: str, run: Path, start: str | None = None) ->
     for number in progress(numbers, name, rank == 0, every=None):
         with metrics.phase("score"):
             learner.load_for("score")
-            scored, group_N, row = source.read(learner, run, number)
+            scored, group_N, row = read(learner, run, number)
         with metrics.phase("advantage"):
             batch = advantages(learner, scored, group_N, own.advantage)
         with metrics.phase("update"):
@@ -99,7 +90,7 @@ def _load(learner: Learner, run: Path, start: str) -> dict[str, Any]:
     return state
 
 
-def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[ScoredBatch, Tensor, dict[str, Any]]:
+def _rollouts(learner: Learner, run: Path, iteration: int) -> Recorded:
     played = trajectory_log.read(run, iteration, learner.shape.vocab)
     batch, every = to_batch(played), [t.summary for t in played]
     _check(learner, batch, run, iteration)
@@ -107,7 +98,7 @@ def _rollouts(learner: Learner, run: Path, iteration: int) -> tuple[ScoredBatch,
     return score(learner, divided(learner, batch, iteration - 1)), groups_of(every), row
 
 
-def _batches(learner: Learner, run: Path, iteration: int) -> tuple[ScoredBatch, Tensor, dict[str, Any]]:
+def _batches(learner: Learner, run: Path, iteration: int) -> Recorded:
     batch, group_N = dumps.read(run, iteration, learner.mesh)
     _check(learner, batch, run, iteration)
     batch = replace(batch, epochs=divided(learner, batch, iteration - 1).epochs)
@@ -150,7 +141,5 @@ def _check(learner: Learner, batch: Batch, run: Path, iteration: int) -> None:
         )
 
 
-SOURCES = {
-    "rollouts": Source(run_files.recorded, _rollouts),
-    "batches": Source(dumps.recorded, _batches),
-}
+# {records: (the iterations of a run's folder that are recorded, the scored batch of one)}
+SOURCES = {"rollouts": (run_files.recorded, _rollouts), "batches": (dumps.recorded, _batches)}

@@ -38,6 +38,7 @@ from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 from megatron_stppo.weights.sharding.spans import training_layouts
 
 EVERY = 10  # steps between two measurements on the held-out episodes
+LAMBDA: dict[str, Any] = {"lam": 1.0, "lam_critic": None, "lam_length": None}
 COMPARED = 32  # episodes whose log-probs are compared with the policy's
 
 
@@ -106,17 +107,10 @@ def monte_carlo(batch: Batch, played: Sequence[Trajectory], algorithm: Algorithm
     With gae_observations, T are all tokens after the prompts.
     """
     batch = with_observations(batch) if algorithm.gae_observations else batch
-    changes: dict[str, Any] = {
-        "lam": 1.0,
-        "lam_critic": None,
-        "lam_length": None,
-        "kl_coefficient": 0.0,
-        "whiten": False,
-    }
-    changes |= {"gae_observations": False, "truncated": "end"}
+    plain = algorithm.changed(kl_coefficient=0.0, whiten=False, gae_observations=False, truncated="end")
     # with lambda 1 the values cancel
     scored = ScoredBatch.of(batch, epochs=(), value_T=torch.zeros(len(batch.action_index_T)))
-    return estimate(scored, algorithm.model_copy(update=changes), groups_of([t.summary for t in played]))
+    return estimate(scored, plain.changed(**LAMBDA), groups_of([t.summary for t in played]))
 
 
 def split(tasks: Sequence[Hashable], share: float) -> tuple[list[int], list[int]]:

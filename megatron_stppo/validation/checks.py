@@ -73,26 +73,26 @@ def check(config: Config, world_size: int, command: str) -> None:
 
 def check_replica(config: Config, ranks: int) -> None:
     """Run the checks of `serve`, for a replica of this many ranks."""
-    enforce(_replica(config, ranks))
+    tensor = config.engine_tensor
+    enforce(
+        (
+            Rule(
+                config.serving.replicas is None,
+                "serving.replicas=null: the run's own ranks serve, so that it needs no replica",
+                "start it with serving.replicas=1 or more",
+            ),
+            Rule(
+                ranks != tensor,
+                f"rollout.engine_tensor={tensor}: a replica has that many ranks, and {ranks} were started",
+                f"start {tensor}, or give rollout.engine_tensor={ranks}",
+            ),
+        )
+    )
     model_folder.check_model(config)
     model_folder.check_tokenizer(config)
     model_folder.check_chat_template(config)
     check_engine(config, ranks)
     check_context(config)
-
-
-def _replica(config: Config, ranks: int) -> Iterator[Rule]:
-    tensor = config.engine_tensor
-    yield Rule(
-        config.serving.replicas is None,
-        "serving.replicas=null: the run's own ranks serve, so that it needs no replica",
-        "start it with serving.replicas=1 or more",
-    )
-    yield Rule(
-        ranks != tensor,
-        f"rollout.engine_tensor={tensor}: a replica has that many ranks, and {ranks} were started",
-        f"start {tensor}, or give rollout.engine_tensor={ranks}",
-    )
 
 
 def data_files(config: Config, command: str) -> tuple[str, ...]:

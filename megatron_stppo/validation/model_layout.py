@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_stppo.config import Config, ConfigError, ParallelConfig
 from megatron_stppo.config.section import Rule, enforce
-from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.parallel.layout import Layout, divisors
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 
 
@@ -55,11 +55,10 @@ def check_model_layout(shape: ModelShape, parallel: ParallelConfig, layout: Layo
 
 def of_layers(shape: ModelShape, parallel: ParallelConfig) -> Iterator[Rule]:
     """Return the rules about the parallelism of experts and of recurrent layers."""
-    works = [n for n in range(1, shape.experts + 1) if shape.experts % n == 0]
     yield Rule(
         shape.experts % parallel.expert > 0,
         f"parallel.expert={parallel.expert} must divide the model's {shape.experts} experts",
-        f"choose from {works}",
+        f"choose from {divisors(shape.experts)}",
     )
     yield Rule(
         not shape.experts and parallel.expert > 1,
@@ -93,7 +92,7 @@ def check_engine(config: Config, world_size: int) -> None:
     trainer's ranks, their number."""
     tensor = config.engine_tensor
     if config.serving.replicas is None and world_size % tensor:
-        choices = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        choices = ", ".join(map(str, divisors(world_size)))
         raise ConfigError(
             f"rollout.engine_tensor={tensor} must divide the number of ranks {world_size}; choose {choices}"
         )

@@ -13,7 +13,7 @@ from megatron_stppo.data.packing import to_batch
 from megatron_stppo.training import value_pretraining
 from megatron_stppo.training.value_pretraining import measured, monte_carlo, split
 from megatron_stppo.validation.checks import check_output
-from megatron_stppo.validation.sources import check_pretraining
+from megatron_stppo.validation.run_folder import check_pretraining
 
 
 def trajectory(*turns: tuple[int, int, float], outcome: str = "ok") -> Trajectory:

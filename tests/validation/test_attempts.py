@@ -8,7 +8,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.config.file import load
 from megatron_stppo.observe.run_files import played_path, recorded, turns_path
 from megatron_stppo.validation import attempts
-from megatron_stppo.validation.sources import config_of
+from megatron_stppo.validation.run_folder import config_of
 from tests.full_disk import full_disk
 
 

@@ -17,20 +17,18 @@ from megatron_stppo.config.file import load
 from megatron_stppo.data.text.tokenizer_files import digests
 from megatron_stppo.validation import attempts
 from megatron_stppo.validation.run_folder import (
+    check_audit,
+    check_left,
     check_new,
+    check_pretraining,
+    check_replay,
     check_resume,
     check_resumed,
+    check_source,
     check_step,
     check_tokens,
     finished,
     with_own_model,
-)
-from megatron_stppo.validation.sources import (
-    check_audit,
-    check_left,
-    check_pretraining,
-    check_replay,
-    check_source,
 )
 from tests.validation.conftest import SHAPE
 

@@ -32,7 +32,7 @@ from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.observe.console import say, timed
 from megatron_stppo.observe.metrics import progress
 from megatron_stppo.parallel.collectives import broadcast_record
-from megatron_stppo.validation.sources import has_start
+from megatron_stppo.validation.run_folder import has_start
 from megatron_stppo.weights.sharding.hf_checkpoint import weights_digest
 from megatron_stppo.weights.sharding.hf_names import ModelShape, read_shape
 

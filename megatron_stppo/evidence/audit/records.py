@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_stppo.base.files import sha256
 from megatron_stppo.base.printing import one_line
 from megatron_stppo.base.types import Trajectory
 from megatron_stppo.checkpoint import step_folder
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.config.file import load
 from megatron_stppo.observe import trajectory_log
-from megatron_stppo.observe.run_files import DIGEST, digest_of, played_path, read_rows, recorded
+from megatron_stppo.observe.run_files import DIGEST, played_path, read_rows, recorded
 from megatron_stppo.validation.attempts import ATTEMPT, attempt_path
 
 METRICS, TOKENS = "metrics.jsonl", "rollout/action_tokens"
@@ -69,7 +70,7 @@ def read(config: Config, run: Path, vocabulary: int) -> Records:
             records.notes["no digest in metrics.jsonl, so that a changed file is not noticed"].append(
                 iteration
             )
-        if row.get(DIGEST, "") not in ("", digest_of(run, iteration)):
+        if row.get(DIGEST, "") not in ("", sha256(path)):
             records.damage.append(f"{path}: is not the file that was written ({DIGEST} differs)")
         if settings.rollout.top_p < 1:
             records.notes["played with rollout.top_p below 1, so not audited"].append(iteration)

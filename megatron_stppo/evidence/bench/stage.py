@@ -1,20 +1,21 @@
 """What the checks of `verify` share: models and engine of the run, episodes, and the line of a check."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import EstimatedBatch, Minibatch, Task, Trajectory
+from megatron_stppo.base.types import EstimatedBatch, Message, Minibatch, Task, Trajectory
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import to_batch
+from megatron_stppo.environments import contract
+from megatron_stppo.environments.base import AnyEnvironment, CompletionEnvironment, Request, StepResult
 from megatron_stppo.evidence.bench import scoring
-from megatron_stppo.evidence.bench.recorded_environment import Said, recording
 from megatron_stppo.evidence.bench.scoring import Piece, Resemblance, Scored
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer, trained
@@ -26,6 +27,78 @@ from megatron_stppo.training.rollouts import Rollouts, rollout_settings, seed_of
 from megatron_stppo.training.stages import distribute, score
 from megatron_stppo.training.update.actor_step import ActorLoss, minibatch_weights
 from megatron_stppo.training.update.own import Own
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the environment of an episode has said. An entry of the lists is for a turn that it has answered.
+
+    Example: Said(7, (Message("user", "Guess."),), ("!",), [" higher ", ""], [7001.0, 7002.0]) of two turns.
+    """
+
+    seed: int  # of the environment
+    messages: tuple[Message, ...]
+    stop_strings: tuple[str, ...]
+    observations: list[str] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)  # those that the program got
+
+
+class RecordedEnvironment:
+    """An environment whose answers are recorded, before the program under test has seen any of them.
+
+    Every turn gets another reward, because rewards that are all 0 could be lost or exchanged unseen.
+    """
+
+    def __init__(self, environment: AnyEnvironment, records: dict[int, Said]) -> None:
+        self._environment, self._records = environment, records
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return contract.stop_strings(self._environment)
+
+    async def reset(self, task: Task, seed: int) -> list[Message]:
+        messages = await contract.reset(self._environment, task, seed)
+        assert not isinstance(messages, Request), "agents are not recorded"
+        self._record = self._records[seed] = Said(seed, messages, self.stop_strings)
+        return list(messages)
+
+    async def step(self, action: str) -> StepResult:
+        result, record = await contract.step(self._environment, action), self._record
+        reward = float(1000 * (record.seed % 1000) + len(record.rewards) + 1)
+        record.observations.append("" if result.done else result.observation)
+        record.rewards.append(reward)
+        return replace(result, reward=reward)
+
+    async def close(self) -> None:
+        await contract.close(self._environment)
+
+
+@contextmanager
+def recording(rollouts: Rollouts) -> Iterator[dict[int, Said]]:
+    """Context in which the environments of colocated episodes are recorded, by the seed of the episode.
+
+    The records of all ranks are there at its end. It stays empty for replicas, whose environments are in
+    other processes, and for agents. Collective.
+    """
+    records: dict[int, Said] = {}
+    if not isinstance(rollouts, Worker):
+        yield records
+        return
+    make = rollouts.make_environment
+    rollouts.make_environment = lambda: _recorded(make, records)
+    try:
+        yield records
+    finally:
+        rollouts.make_environment = make
+    for of_rank in gather_records(list(records.values()), Said):
+        records |= {record.seed: record for record in of_rank}
+
+
+def _recorded(make: Callable[[], AnyEnvironment], records: dict[int, Said]) -> AnyEnvironment:
+    environment = make()
+    agent = isinstance(environment, CompletionEnvironment)
+    return environment if agent else RecordedEnvironment(environment, records)
+
 
 Verdict = Literal["ok", "fails", "skipped"]
 TASKS = 6  # of data.train
@@ -53,6 +126,21 @@ class Checked:
 def judged(check: str, holds: bool, measured: str, remedy: str) -> Checked:
     """Return the finding of a check that ran. remedy: for one that fails."""
     return Checked(check, "ok", measured) if holds else Checked(check, "fails", measured, remedy)
+
+
+def faultless(check: str, wrong: Sequence[str], measured: str, remedy: str, shown: int = 1) -> Checked:
+    """Return the finding of a check that fails for each line of `wrong`, of which it shows the first."""
+    return judged(check, not wrong, "; ".join(wrong[:shown]) or measured, remedy)
+
+
+@contextmanager
+def replaced(owner: Any, method: str, other: Callable[..., Any]) -> Iterator[None]:
+    """Context in which an object has another method than its class."""
+    setattr(owner, method, other)
+    try:
+        yield
+    finally:
+        delattr(owner, method)
 
 
 def first_wrong(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.evidence.bench.distributions import ROUNDED, apart
-from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank
+from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, of_every_rank
 from megatron_stppo.model import build
 from megatron_stppo.model.adapters import adapters
 from megatron_stppo.model.layers import layer_spec
@@ -48,9 +48,9 @@ def finding(learner: Learner) -> Checked:
                 own, needed = _outputs(layer, weights, of_a, of_b, lora.alpha / lora.rank, mesh.tensor_size)
                 wrong += apart(f"{role}, {name}", own, needed, ROUNDED[own.dtype])
                 count += 1
-    every = of_every_rank(wrong)
-    text = every[0] if every else f"{count} layers on this rank, alpha {lora.alpha:g}, rank {lora.rank}"
-    return judged(ADDED, not every, text, "model.lora.alpha, model.lora.rank: report this line")
+    text = f"{count} layers on this rank, alpha {lora.alpha:g}, rank {lora.rank}"
+    remedy = "model.lora.alpha, model.lora.rank: report this line"
+    return faultless(ADDED, of_every_rank(wrong), text, remedy)
 
 
 @torch.no_grad()

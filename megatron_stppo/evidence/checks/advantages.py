@@ -20,7 +20,7 @@ from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, to_batch
 from megatron_stppo.evidence.bench import defined_advantages
 from megatron_stppo.evidence.bench.defined_advantages import ExactEpisode, ExactToken, ExactTurn
-from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged
+from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, first_wrong
 from megatron_stppo.training.advantage import estimate, has_signal
 
 ADVANTAGES = "advantages are the formula"
@@ -54,12 +54,8 @@ def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> C
         for name, column, needed in compared(settings, histories, defined(histories, seed), usual, own):
             numbers = [] if column is None else column.tolist()
             wrong += first_wrong(f"{name}, usual deviation {usual:g}", numbers, needed, FAR)
-    return judged(
-        ADVANTAGES,
-        not wrong,
-        wrong[0] if wrong else f"{tokens:,} action tokens of planted episodes",
-        f"algorithm.advantage={a.advantage}: report this line; the advantages are not those of the docs",
-    )
+    remedy = f"algorithm.advantage={a.advantage}: report this line; the advantages are not those of the docs"
+    return faultless(ADVANTAGES, wrong, f"{tokens:,} action tokens of planted episodes", remedy)
 
 
 def compared(

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from vllm.sampling_params import SamplingParams
@@ -25,12 +26,12 @@ from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.environments import choose
-from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank
+from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, of_every_rank, replaced
 from megatron_stppo.evidence.checks.rewards import rewarded
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks
 from megatron_stppo.training.colocated import Worker
-from megatron_stppo.training.rollouts import evaluate_tasks, held_out_tasks
+from megatron_stppo.training.rollouts import evaluate_tasks
 from megatron_stppo.weights.sharding.low_rank import served_adapters
 
 ASKED, PLACES, ENDS = "the engine is asked as configured", "tasks are where they belong", "turns end"
@@ -63,9 +64,8 @@ def asked(stage: Stage) -> Iterator[Checked]:
     changed = config.changed(rollout=few, evaluate={"samples": SAMPLES})
     rollouts.learner = replace(learner, config=changed)
     play = rollouts._play
-    rollouts._play = lambda *given, **more: _half_equal(play(*given, **more))  # type: ignore[method-assign]
-    draws = [_recorded(rollouts, lambda n=n: rollouts.draw(n)) for n in range(DRAWS)]  # type: ignore[misc]
-    del rollouts._play
+    with replaced(rollouts, "_play", lambda *given, **more: _half_equal(play(*given, **more))):
+        draws = [_recorded(rollouts, partial(rollouts.draw, n)) for n in range(DRAWS)]
     rollouts.restore(before)
     unlike = list(wrong_draws(rollouts.cursor, [played for played, _ in draws], count, resample))
     rollouts.restore(before)
@@ -83,7 +83,7 @@ def asked(stage: Stage) -> Iterator[Checked]:
         wrong += of_every_rank(list(wrong_requests(rollouts, requests, what)))
     rollouts.learner = learner
     text = f"{counts[0]} requests of {DRAWS} draws, {counts[1]} of an evaluation"
-    yield judged(ASKED, not wrong, "; ".join(wrong[:3]) or text, REMEDY)
+    yield faultless(ASKED, wrong, text, REMEDY, shown=3)
     trained = [t.task for played, _ in draws for t in played.own]
     yield _places(config, trained, [t.task for t in evaluated[0].own] if evaluated[0] else [])
 
@@ -126,32 +126,34 @@ def wrong_epochs(cursor: TaskCursor) -> Iterator[str]:
 
 
 def _in_turn(cursor: TaskCursor, wrong: Iterable[str]) -> Checked:
-    lines = of_every_rank(list(wrong))
     text = f"two epochs of {cursor.state()['tasks']} tasks"
-    return judged(DRAWN, not lines, "; ".join(lines[:3]) or text, REMEDY)
+    return faultless(DRAWN, of_every_rank(list(wrong)), text, REMEDY, shown=3)
 
 
 def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[Played, list[EngineCoreRequest]]:
     """Return what was played, and the requests of this rank's engine. Collective."""
     core, requests = rollouts.engine._core, list[EngineCoreRequest]()
     ask = core.add_request  # vLLM's, so that nothing comes after
-    core.add_request = lambda request: requests.append(request) or ask(request)  # type: ignore[func-returns-value]
-    try:
-        played = play()
-    finally:
-        del core.add_request  # that of the instance
-    return played, requests
+
+    def recorded(request: EngineCoreRequest) -> None:
+        requests.append(request)
+        ask(request)
+
+    with replaced(core, "add_request", recorded):
+        return play(), requests
 
 
 def _evaluation(rollouts: Worker, count: int) -> Played:
     """Evaluate `count` held-out tasks, and return what was played."""
     plays, play = list[Played](), rollouts.play
-    rollouts.play = lambda *given: plays.append(play(*given)) or plays[0]  # type: ignore[method-assign, func-returns-value]
-    try:
-        held_out = held_out_tasks(rollouts.learner.config, shown=False)
+    held_out = fitting_tasks(rollouts.learner.config, "evaluate", shown=False)
+
+    def recorded(*given: Any) -> Played:
+        plays.append(play(*given))
+        return plays[0]
+
+    with replaced(rollouts, "play", recorded):
         evaluate_tasks(rollouts, FittingTasks(held_out.tasks[:count]))
-    finally:
-        del rollouts.play
     return plays[0]
 
 
@@ -201,9 +203,8 @@ def _places(config: Config, trained: Sequence[Task], evaluated: Sequence[Task]) 
         if foreign:
             text = f"{len(foreign)} of {len(played)} episodes of data.{name} have tasks that it lacks"
             wrong.append(f"{text}, such as {foreign[0].data_source} {foreign[0].index}")
-    wrong = of_every_rank(wrong)
     counts = ", ".join(f"{len(of_file)} tasks of data.{name}" for name, of_file in own.items())
-    return judged(PLACES, not wrong, "; ".join(wrong[:2]) or counts, REMEDY)
+    return faultless(PLACES, of_every_rank(wrong), counts, REMEDY, shown=2)
 
 
 def _ends(stage: Stage) -> Checked:
@@ -229,7 +230,7 @@ def _ends(stage: Stage) -> Checked:
             if reason not in ("end", "stop", "limit"):
                 wrong.append(f"episode {n}, turn {number} of {len(turn.token_ids)} tokens {reason}")
     counts = ", ".join(f"{count} by {reason}" for reason, count in sorted(reasons.items()))
-    return judged(ENDS, not wrong, wrong[0] if wrong else f"turns: {counts}", REMEDY)
+    return faultless(ENDS, wrong, f"turns: {counts}", REMEDY)
 
 
 def ended(

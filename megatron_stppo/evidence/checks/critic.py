@@ -25,7 +25,16 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.evidence.bench import defined_loss
 from megatron_stppo.evidence.bench.scoring import judges_single
-from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank, steady
+from megatron_stppo.evidence.bench.stage import (
+    Checked,
+    Stage,
+    faultless,
+    first_wrong,
+    judged,
+    of_every_rank,
+    replaced,
+    steady,
+)
 from megatron_stppo.model import build
 from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import Learner
@@ -94,11 +103,10 @@ def _still(critic: Trainer, has_head: bool) -> Iterator[None]:
     weight = critic.chunks[-1].output_layer.weight if has_head else torch.zeros(0)
     before = weight.detach().clone()
     weight.data.copy_(torch.randn(weight.shape, generator=draw) / max(1, weight.numel()) ** 0.5)
-    critic.step = lambda *a, **k: True  # type: ignore[method-assign]
     try:
-        yield
+        with replaced(critic, "step", lambda *a, **k: True):
+            yield
     finally:
-        del critic.step  # that of the instance
         weight.data.copy_(before)
 
 
@@ -143,12 +151,9 @@ def _same(stage: Stage, check: str, own: Tensor, other: Tensor, offsets: Tensor,
     apart = (other - own).abs().split(offsets.diff().tolist())
     moved = sum(bool((of_trajectory > limit).any()) for of_trajectory in apart)
     allowed = 0.0 if judges_single(stage.learner) else CHANCE * len(apart)
-    return judged(
-        check,
-        moved <= allowed,
-        f"{when}, values of {moved} of {len(apart)} trajectories move by {limit:.1g} or more",
-        "model.layers, megatron: the value of a token must be read where the token is predicted",
-    )
+    text = f"{when}, values of {moved} of {len(apart)} trajectories move by {limit:.1g} or more"
+    remedy = "model.layers, megatron: the value of a token must be read where the token is predicted"
+    return judged(check, moved <= allowed, text, remedy)
 
 
 def _formula(learner: Learner, scored: ScoredBatch) -> Checked:
@@ -176,13 +181,9 @@ def _formula(learner: Learner, scored: ScoredBatch) -> Checked:
     measured, loss = row.get("critic/loss", math.nan), fmean(losses)
     if not abs(measured - loss) <= SHARE * loss:
         wrong.append(f"critic/loss is {measured:.6g}, must be {loss:.6g}")
-    every = of_every_rank(wrong)
-    return judged(
-        FORMULA,
-        not every,
-        "; ".join(every[:2]) or f"{len(value):,} tokens, critic/loss {measured:.6f} (float64: {loss:.6f})",
-        "algorithm.value_clip: report this line; the loss is not that of docs/algorithms.md",
-    )
+    text = f"{len(value):,} tokens, critic/loss {measured:.6f} (float64: {loss:.6f})"
+    remedy = "algorithm.value_clip: report this line; the loss is not that of docs/algorithms.md"
+    return faultless(FORMULA, of_every_rank(wrong), text, remedy, shown=2)
 
 
 def _slopes(learner: Learner, valued: EstimatedBatch, minibatch: Minibatch, value: Tensor) -> list[float]:

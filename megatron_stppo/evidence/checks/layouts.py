@@ -13,7 +13,7 @@ from megatron_stppo.cluster.launch import process
 from megatron_stppo.config import Config
 from megatron_stppo.evidence.bench.stage import Checked, Stage, judged
 from megatron_stppo.evidence.layouts.cases import few
-from megatron_stppo.evidence.layouts.comparison import TOLERANCES, Compared, Tolerance, compared
+from megatron_stppo.evidence.layouts.comparison import TOLERANCES, Compared, compared
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.weights.sharding.hf_names import ModelShape
@@ -47,9 +47,10 @@ def finding(config: Config, shape: ModelShape, world: int) -> Checked:
     )
 
 
-def _verdict(rows: Sequence[Compared], limit: Tolerance) -> tuple[bool, str]:
+def _verdict(rows: Sequence[Compared], limits: dict[str, float]) -> tuple[bool, str]:
     """Return whether a case differs, and the numbers of all."""
-    largest = max(size / limit.of(name) for row in rows for name, size in row.apart.items())
+    apart = [(name, size) for row in rows for name, size in row.apart.items()]
+    largest = max(size / limits.get(name, limits["number"]) for name, size in apart)
     if broken := [row for row in rows if row.broken]:
         worst = f"{broken[0].case} ({broken[0].named('weights of {}')})"
         return True, f"{len(broken)} of {len(rows)} cases differ from {rows[0].case!r}: {worst}"

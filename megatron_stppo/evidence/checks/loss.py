@@ -24,7 +24,7 @@ from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.packing import Microbatch, to_batch
 from megatron_stppo.evidence.bench import defined_loss
 from megatron_stppo.evidence.bench.distributions import FAR, ROUNDED, apart, distributions
-from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank
+from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, of_every_rank
 from megatron_stppo.evidence.bench.trial import Counted, Trial
 from megatron_stppo.evidence.checks.adamw import norm_of, tensors
 from megatron_stppo.evidence.checks.advantages import OUTCOMES, planted
@@ -64,13 +64,9 @@ def finding(config: Config, shape: ModelShape, mesh: MeshRank, own: OwnLoss | No
     for name, algorithm in (("these settings", a), ("all terms", everything(a))):
         of_settings = replace(trial, config=config.changed(algorithm=algorithm))
         wrong += [f"{line} ({name})" for line in Iteration.of(of_settings, played, own).wrong()]
-    every = of_every_rank(wrong)
-    return judged(
-        LOSS,
-        not every,
-        every[0] if every else f"{tokens:,} tokens, {config.update.minibatches} minibatches, {a.named()}",
-        "algorithm, update.minibatches: report this line; a step is not that of docs/algorithms.md",
-    )
+    text = f"{tokens:,} tokens, {config.update.minibatches} minibatches, {a.named()}"
+    remedy = "algorithm, update.minibatches: report this line; a step is not that of docs/algorithms.md"
+    return faultless(LOSS, of_every_rank(wrong), text, remedy)
 
 
 def everything(a: AlgorithmConfig) -> AlgorithmConfig:

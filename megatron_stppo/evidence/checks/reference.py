@@ -15,7 +15,15 @@ from torch import Tensor
 from megatron_stppo.base.types import DividedBatch, EstimatedBatch, ScoredBatch, UpdatedBatch
 from megatron_stppo.cluster.launch import connections
 from megatron_stppo.config import ParallelConfig
-from megatron_stppo.evidence.bench.stage import Checked, Stage, judged, of_every_rank, steady
+from megatron_stppo.evidence.bench.stage import (
+    Checked,
+    Stage,
+    faultless,
+    judged,
+    of_every_rank,
+    replaced,
+    steady,
+)
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.training.stages import score, update
@@ -142,9 +150,8 @@ def rates(stage: Stage) -> Iterator[Checked]:
                     wrong.append(f"{role}, step {number}: {name} is {group[name]}, not {values[-1]}")
         seen = [group["lr"] for _, group in recorded]
         shown.append(f"{role} {min(seen):.3g} to {max(seen):.3g}")
-    every = of_every_rank(wrong)
-    text = "; ".join(every[:3]) or f"at six step numbers: {', '.join(shown)}"
-    yield judged(RATES, not every, text, "update.actor, update.critic: report this line; they are not used")
+    text, remedy = f"at six step numbers: {', '.join(shown)}", "update.actor, update.critic: report this line"
+    yield faultless(RATES, of_every_rank(wrong), text, f"{remedy}; they are not used", shown=3)
 
 
 @contextmanager
@@ -152,11 +159,10 @@ def _recorded(trainer: Trainer) -> Iterator[list[tuple[int, dict[str, Any]]]]:
     """Context in which steps change nothing but the gradients. Yield (step number, a group's settings)."""
     optimizer, before = trainer.optimizer, (trainer.updates, trainer.memory)
     recorded = list[tuple[int, dict[str, Any]]]()
-    optimizer.step_with_ready_grads = lambda: recorded.extend(
-        (trainer.updates, dict(group)) for group in optimizer.param_groups
-    )
-    try:
+
+    def record() -> None:
+        recorded.extend((trainer.updates, dict(group)) for group in optimizer.param_groups)
+
+    with replaced(optimizer, "step_with_ready_grads", record):
         yield recorded
-    finally:
-        del optimizer.step_with_ready_grads  # that of the instance
-        trainer.updates, trainer.memory = before
+    trainer.updates, trainer.memory = before

@@ -34,7 +34,7 @@ from megatron_stppo.cluster.preemption import PreemptionNotice
 from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import groups_of
-from megatron_stppo.evidence.bench.stage import Checked, Stage, everywhere, judged, of_every_rank
+from megatron_stppo.evidence.bench.stage import Checked, Stage, everywhere, faultless, of_every_rank
 from megatron_stppo.evidence.checks.rewards import rewarded
 from megatron_stppo.model.learner import Learner, build_learner
 from megatron_stppo.model.offload import Phase
@@ -134,20 +134,12 @@ def resume(stage: Stage) -> Iterator[Checked]:
     on_gpu = torch.cuda.is_available()
     evaluated = f", {len(looped.evaluated.every)} episodes evaluated" if looped.evaluated else ""
     equal = f"the update within {NEAR:.0%}" if on_gpu else "and the iteration after it, with the same bits"
-    yield judged(
-        RESUME,
-        not wrong,
-        "; ".join(wrong[:6])
-        if wrong
-        else f"{len(first.played.every)} episodes; {fresh} loaded the checkpoint, {equal}",
-        "run.root, parallel, megatron: report this line; a resumed run is not the run that was saved",
-    )
-    yield judged(
-        LOOP,
-        not of_loop,
-        "; ".join(of_loop[:4]) or f"versions {looped.versions}; an iteration without a signal{evaluated}",
-        "run, evaluate: report this line; the loop does not do with its stages what it must",
-    )
+    text = f"{len(first.played.every)} episodes; {fresh} loaded the checkpoint, {equal}"
+    remedy = "run.root, parallel, megatron: report this line; a resumed run is not the run that was saved"
+    yield faultless(RESUME, wrong, text, remedy, shown=6)
+    text = f"versions {looped.versions}; an iteration without a signal{evaluated}"
+    remedy = "run, evaluate: report this line; the loop does not do with its stages what it must"
+    yield faultless(LOOP, of_loop, text, remedy, shown=4)
 
 
 def _small(config: Config, data: int) -> Config:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_stppo.base.types import FAILED, DividedBatch, Summary, Trajectory
 from megatron_stppo.data.exchange import Played, deal
 from megatron_stppo.data.packing import rows_of, token_ids
-from megatron_stppo.evidence.bench.stage import Checked, Stage, first_wrong, judged, of_every_rank
+from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, first_wrong, of_every_rank
 from megatron_stppo.training.stages import distribute
 
 LAND = "rewards land"
@@ -40,13 +40,9 @@ def landing(stage: Stage) -> Iterator[Checked]:
         ("end of a history", batch.action_offsets, map(sum, lengths)),
     ):
         wrong += first_wrong(name, offsets.tolist(), list(accumulate(counts, initial=0)))
-    tokens, compared = len(batch.reward_T), f"rewards of {known} compared with the environment's"
-    yield judged(
-        LAND,
-        not wrong,
-        wrong[0] if wrong else f"{tokens:,} action tokens of {len(played.every)} episodes ({compared})",
-        "environment: report this line; a reward is credited to tokens that did not earn it",
-    )
+    text = f"{len(batch.reward_T):,} action tokens of {len(played.every)} episodes"
+    remedy = "environment: report this line; a reward is credited to tokens that did not earn it"
+    yield faultless(LAND, wrong, f"{text} (rewards of {known} compared with the environment's)", remedy)
 
 
 def rewarded(played: Played, rewards: Rewards) -> Played:

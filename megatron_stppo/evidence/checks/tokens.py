@@ -17,7 +17,7 @@ from megatron_stppo.base.types import FAILED, Message, Turn
 from megatron_stppo.data.text.plain_text import beginning
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.evidence.bench.stage import Checked, Stage, judged
+from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, judged
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.vllm.generation import Finished, Reason
 from megatron_stppo.training.colocated import Worker
@@ -47,10 +47,10 @@ def exact(stage: Stage) -> Iterator[Checked]:
         return
     reader = _Reader(stage)
     wrong = [*reader.scripted(), *reader.episodes()]
-    yield judged(
+    yield faultless(
         TEMPLATE,
-        not wrong,
-        wrong[0] if wrong else f"{reader.prompts} prompts, {reader.observations} observations",
+        wrong,
+        f"{reader.prompts} prompts, {reader.observations} observations",
         "environment.after_end, model.path: report this line; the policy reads other tokens than the "
         "template of the model has",
     )

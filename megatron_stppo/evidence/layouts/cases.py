@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_stppo.config import ConfigError, ParallelConfig
-from megatron_stppo.parallel.layout import Layout
+from megatron_stppo.parallel.layout import Layout, divisors
 from megatron_stppo.validation.model_layout import check_model_layout
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
@@ -77,13 +77,13 @@ def layouts(shape: ModelShape, world: int) -> Iterator[ParallelConfig]:
     without sequence parallelism, with one and two chunks per stage, with even and uneven stages, and, if the
     model has experts, with every size of expert parallelism.
     """
-    for tensor, context, pipeline in itertools.product(_divisors(world), repeat=3):
+    for tensor, context, pipeline in itertools.product(divisors(world), repeat=3):
         if world % (tensor * context * pipeline):
             continue
         axes = {"tensor": tensor, "context": context, "pipeline": pipeline}
         others = itertools.product(
             (False, True) if tensor > 1 else (False,),
-            _divisors(world // tensor // pipeline) if shape.experts else (1,),
+            divisors(world // tensor // pipeline) if shape.experts else (1,),
             _stages(shape.layers, pipeline),
         )
         for sequence, expert, stages in others:
@@ -110,7 +110,3 @@ def _stages(layers: int, pipeline: int) -> Iterator[dict[str, int]]:
             if (rest or first != even) and not (layers - first) % (pipeline - 1):
                 yield {"first_stage_layers": first}
                 return
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

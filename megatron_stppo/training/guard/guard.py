@@ -11,7 +11,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -37,22 +36,8 @@ FLOORS = {
     "critic/loss": 1.0,
 }
 TO_DEVIATION = 1.4826  # times the median absolute deviation: the standard deviation of a normal distribution
+log = logging.getLogger(__name__)
 LEAST = 0.1  # the deviation is at least this fraction of the median
-
-
-@dataclass(frozen=True)
-class Spike:
-    """A metric above its bound.
-
-    Example: str(Spike("critic/loss", 30.0, 2.5)) is "critic/loss=30 exceeds 2.5".
-    """
-
-    metric: str
-    value: float  # magnitude
-    bound: float
-
-    def __str__(self) -> str:
-        return f"{self.metric}={self.value:.4g} exceeds {self.bound:.4g}"
 
 
 class Spikes:
@@ -66,16 +51,16 @@ class Spikes:
         self._deviations, self._window = deviations, window
         self._past: dict[str, deque[float]] = {name: deque(maxlen=window) for name in FLOORS}
 
-    def look(self, row: Mapping[str, Any]) -> list[Spike]:
+    def look(self, row: Mapping[str, Any]) -> list[str]:
         """Return the spikes of an iteration, and record its values. Ignores values that are missing or not
-        finite."""
+        finite. Example of a spike: "critic/loss=30 exceeds 2.5"."""
         spikes = []
         for name, past in self._past.items():
             value = abs(row.get(name, math.nan))
             if not math.isfinite(value):
                 continue
             if 2 * len(past) >= self._window and value > (bound := self._bound(name)):
-                spikes.append(Spike(name, value, bound))
+                spikes.append(f"{name}={value:.4g} exceeds {bound:.4g}")
             past.append(value)
         return spikes
 
@@ -92,9 +77,6 @@ class Spikes:
     def restore(self, state: Mapping[str, list[float]]) -> None:
         for name, past in self._past.items():
             past.extend(state.get(name, ()))
-
-
-log = logging.getLogger(__name__)
 
 
 # {whether rewards do not vary: (why no step of the actor was applied, what the user can do)}
@@ -145,7 +127,7 @@ class UpdateGuard:
         unapplied = row.get("actor/held", 0.0) == 1.0
         self._count_held(iteration, unapplied and iteration > self._critic_only, hold)
         compared = {k: v for k, v in row.items() if not (unapplied and k.startswith("actor/"))}
-        spikes = [str(spike) for spike in self._spikes.look(compared)]
+        spikes = self._spikes.look(compared)
         refused = [f"{role}: steps that are not finite" for role in self._trainers if row[f"{role}/skipped"]]
         spiked = any_rank(bool(spikes))
         where = _where_not_finite(batch) if refused else []

@@ -87,7 +87,7 @@ def watched(*past: float) -> Spikes:
 def test_a_value_ten_deviations_above_the_median_is_a_spike() -> None:
     """After 10, 12, 8, 14, 6: median 10, median absolute deviation 2, bound 10 + 10 * 1.4826 * 2 = 39.652."""
     (spike,) = watched(10, 12, 8, 14, 6).look({NAME: 39.7})
-    assert str(spike) == "actor/gradient_norm=39.7 exceeds 39.65"
+    assert spike == "actor/gradient_norm=39.7 exceeds 39.65"
     assert watched(10, 12, 8, 14, 6).look({NAME: 39.6}) == []
 
 
