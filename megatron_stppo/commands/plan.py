@@ -129,7 +129,10 @@ def _plan_asynchronous(
         given,
         source=None if source is None else _recorded(settings, source),
     )
-    outlooks = [planner.outlook(count, found) for count, found in candidates.items()]
+    outlooks = [
+        planner.outlook(count, found.trainers, found.left_out, found.refusal)
+        for count, found in candidates.items()
+    ]
     write_outlooks(planner, outlooks, None if source is None else str(source), as_json)
     if not any(one.splits for one in outlooks):
         lines = [line for one in outlooks for line in one.left_out]

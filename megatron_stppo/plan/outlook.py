@@ -1,6 +1,6 @@
 """Forecasts of all divisions of GPUs between training and serving, and of colocated training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -18,7 +18,6 @@ from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Work
 from megatron_stppo.plan.times import engine_speed, sending_seconds, trainer_speed
 from megatron_stppo.plan.usage import EngineUse, TrainingUse, broken, serving_limit
 from megatron_stppo.plan.work import RecordedBatch
-from megatron_stppo.validation.checks import Candidates
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
 ITERATIONS = 8  # simulated and measured
@@ -81,10 +80,14 @@ class Planner:
         drawn = [self.work.episode(number).sizes.tokens for number in range(512)]
         return sum(drawn) / len(drawn)
 
-    def outlook(self, gpus: int, candidates: Candidates) -> Outlook:
-        """Return the outlook for `gpus` GPUs, which can be divided so."""
-        left_out, splits, refusal = list(candidates.left_out), [], candidates.refusal
-        for trainer in candidates.trainers:
+    def outlook(self, gpus: int, trainers: Iterable[int], refused: Iterable[str], refusal: str) -> Outlook:
+        """Return the outlook for `gpus` GPUs.
+
+        trainers: possible numbers of GPUs for training. refused: why others are not possible. refusal: why
+        colocated training is not possible; empty if it may be.
+        """
+        left_out, splits = list(refused), []
+        for trainer in trainers:
             problems = [*serving_limit(self._serving, self._replica, self.gpu)] or [
                 f"{trainer} GPUs for training: {line}"
                 for line in islice(broken(self._use(trainer), self.gpu), 1)

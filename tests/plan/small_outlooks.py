@@ -16,13 +16,12 @@ def outlook(folder: str, gpus: int, trainers: tuple[int, ...], assume: tuple[str
     from megatron_stppo.plan.outlook import Planner
     from megatron_stppo.plan.report import verdict, write_outlooks
     from megatron_stppo.plan.simulation.workload import Workload
-    from megatron_stppo.validation.checks import Candidates
 
     config = settings(folder, {"dtype": "auto"}, {})
     given = assumptions.read(config, assume)
     work = Workload(assumptions.lengths(config, given), assumptions.tools(config, given))
     planner, text = Planner(config, work, given), io.StringIO()
-    found = planner.outlook(gpus, Candidates(trainers, (), ""))
+    found = planner.outlook(gpus, trainers, (), "")
     with contextlib.redirect_stdout(text):
         write_outlooks(planner, [found], None, in_json=False)
     return {"gain": found.gain, "verdict": list(verdict(found)), "printed": text.getvalue()}
