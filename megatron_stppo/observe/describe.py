@@ -43,6 +43,11 @@ def standard_error(values: Sequence[float], tasks: Sequence[int]) -> float:
     return math.sqrt(between) / len(values) if count > 1 else 0.0
 
 
+def describe(trajectories: Sequence[Summary], batch: UpdatedBatch, version: int) -> dict[str, Any]:
+    """Return reward, behaviour and train/serve mismatch of a scored batch. Equal on all ranks."""
+    return describe_rollouts(trajectories, version) | describe_batch(batch)
+
+
 def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str, Any]:
     """Return metrics of reward, behaviour and staleness. They are 0 if there is nothing to average.
 

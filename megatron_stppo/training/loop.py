@@ -23,7 +23,7 @@ from megatron_stppo.config import Config
 from megatron_stppo.data.packing import groups_of
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.observe import console
-from megatron_stppo.observe.describe import describe_batch, describe_groups, describe_rollouts
+from megatron_stppo.observe.describe import describe, describe_groups
 from megatron_stppo.observe.metrics import progress
 from megatron_stppo.observe.observer import Observer
 from megatron_stppo.observe.reporters import Reporter, WeightsAndBiases
@@ -79,8 +79,7 @@ def train(
         with observer.phase("update"):
             rollouts.load_for("update")
             row, last, updated = update(learner, batch, iteration, hold, own.loss)
-            row |= describe_rollouts(played.every, iteration) | describe_batch(updated)
-            row |= describe_groups(played.every, played.dropped)
+            row |= describe(played.every, updated, iteration) | describe_groups(played.every, played.dropped)
             row |= training.checkpoints.guard.look(done, row, updated, group_N, hold)
         log.write_turns(done, turns(updated, last, config.algorithm))
         row |= observer.measure(updated) | rollouts.measure() | written
