@@ -31,10 +31,10 @@ from megatron_stppo.observe.run_files import truncate
 from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.parallel.collectives import any_rank
 from megatron_stppo.rollout.episodes.failures import warn
-from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks
+from megatron_stppo.rollout.episodes.fitting import FittingTasks
 from megatron_stppo.training.advantage import has_signal
 from megatron_stppo.training.guard.guard import UpdateGuard, check_mismatch
-from megatron_stppo.training.rollouts import Rollouts, evaluate_tasks
+from megatron_stppo.training.rollouts import Rollouts, evaluate_tasks, held_out_tasks
 from megatron_stppo.training.stages import advantages, distribute, score, update
 from megatron_stppo.training.update.own import Own
 from megatron_stppo.training.update.ratios import turns
@@ -127,7 +127,7 @@ class _Training:
         reporting: list[Reporter] = [console.RowLines(preset, run.iterations)]
         if rank == 0 and config.telemetry.wandb_project is not None:
             reporting.append(WeightsAndBiases(config, resume))
-        held_out = fitting_tasks(config, "evaluate", shown=rank == 0) if run.evaluate_every else None
+        held_out = held_out_tasks(config, shown=rank == 0) if run.evaluate_every else None
         own = Own.of(config)
         rollouts = assemble(config, resume)
         learner = rollouts.learner

@@ -34,7 +34,7 @@ from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.rollout.vllm.generation import RolloutError
 from megatron_stppo.rollout.vllm.stop_strings import StopFinder
 from megatron_stppo.training.colocated import Worker, assemble
-from megatron_stppo.training.rollouts import evaluate_tasks, rollout_settings, seed_of
+from megatron_stppo.training.rollouts import evaluate_tasks, held_out_tasks, rollout_settings, seed_of
 from megatron_stppo.validation import attempts
 
 Stops = tuple[tuple[str, ...], str]  # of episodes, and why none could be reset
@@ -76,7 +76,7 @@ def evaluate(config: Config, checkpoint: str | None = None, output: Path | None 
     another JSON file for the numbers. Collective. Raises ConfigError.
     """
     rank, run = process.rank(), config.run
-    held_out = fitting_tasks(config, "evaluate", shown=rank == 0)
+    held_out = held_out_tasks(config, shown=rank == 0)
     worker, version = _built(config, None if checkpoint is None else (run.folder, checkpoint), draws=False)
     weights = run.folder / "checkpoints" / f"step_{version}" if checkpoint is not None else None
     say(f"weights of {weights}", rank == 0 and weights is not None)

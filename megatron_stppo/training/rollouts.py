@@ -23,7 +23,7 @@ from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings
 from megatron_stppo.rollout.episodes.episode import Limits
 from megatron_stppo.rollout.episodes.failures import warn
-from megatron_stppo.rollout.episodes.fitting import SEED, FittingTasks
+from megatron_stppo.rollout.episodes.fitting import SEED, FittingTasks, fitting_tasks
 
 
 class Rollouts(Protocol):
@@ -95,6 +95,11 @@ def rollout_settings(config: Config, temperature: float | None = None) -> Rollou
 def seed_of(run: RunConfig, iteration: int) -> int:
     """Return the random seed for the rollouts of `iteration`."""
     return run.seed * 1_000_003 + iteration
+
+
+def held_out_tasks(config: Config, *, shown: bool) -> FittingTasks:
+    """Return the tasks that evaluations play. shown: as for `fitting_tasks`."""
+    return fitting_tasks(config, "evaluate", shown=shown)
 
 
 def evaluate_tasks(

@@ -31,7 +31,7 @@ from megatron_stppo.evidence.checks.rewards import rewarded
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks
 from megatron_stppo.training.colocated import Worker
-from megatron_stppo.training.rollouts import evaluate_tasks
+from megatron_stppo.training.rollouts import evaluate_tasks, held_out_tasks
 from megatron_stppo.weights.sharding.low_rank import served_adapters
 
 ASKED, PLACES, ENDS = "the engine is asked as configured", "tasks are where they belong", "turns end"
@@ -146,7 +146,7 @@ def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[Played, lis
 def _evaluation(rollouts: Worker, count: int) -> Played:
     """Evaluate `count` held-out tasks, and return what was played."""
     plays, play = list[Played](), rollouts.play
-    held_out = fitting_tasks(rollouts.learner.config, "evaluate", shown=False)
+    held_out = held_out_tasks(rollouts.learner.config, shown=False)
 
     def recorded(*given: Any) -> Played:
         plays.append(play(*given))
