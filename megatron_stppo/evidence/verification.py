@@ -5,8 +5,6 @@ is in bench/: the run's models, engine and episodes (stage.py), and models that 
 (trial.py).
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

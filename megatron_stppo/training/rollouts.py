@@ -3,8 +3,6 @@
 colocated.Worker plays them on the ranks of the trainer; replicas.trainer.served.Served has replicas for it.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

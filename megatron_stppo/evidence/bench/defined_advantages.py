@@ -4,8 +4,6 @@ code that trains. `verify` and the tests compare the trainer with it.
 Names and formulas are those of docs/algorithms.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ code that trains. `verify` and the tests compare the trainer with them.
 It writes down what a step maximises, and leaves the derivatives to autograd.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A new model's distributions are nearly uniform, so hidden states and a head are 
 the rows are uniform to certain, and tokens are the most probable ones, or any.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

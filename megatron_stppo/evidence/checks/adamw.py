@@ -9,8 +9,6 @@ has an effect above the rounding of a weight: with epsilon near the size of a gr
 the gradient's scale, and the norm is twice its bound. A warm-up and a decay of 0 stay as configured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

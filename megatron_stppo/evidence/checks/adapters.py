@@ -4,8 +4,6 @@ Every layer with an adapter gets the same random input twice: without its weight
 alpha / rank * B A, computed in float64, as its weight and without the adapter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Values, log-probs and rewards are random. Some episodes failed, are cut off, hav
 histories; in some tasks one episode lives, or none, or all have the same reward.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from functools import partial

@@ -7,8 +7,6 @@ random tokens, of which no cache can hold a part. So a difference in the episode
 seen, comes from its cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

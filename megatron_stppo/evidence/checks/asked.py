@@ -7,8 +7,6 @@ The tasks of the draws must be the next ones of the run's cursor, whose epochs m
 rollout.resample, the rewards of every second group are made equal, so that others take their places.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace

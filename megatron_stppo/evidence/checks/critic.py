@@ -8,8 +8,6 @@ action tokens, read before the token is generated, must stay. With algorithm.gae
 those of the same tokens if observations are parts of the actions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

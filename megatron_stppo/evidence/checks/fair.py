@@ -8,8 +8,6 @@ known, right answers must earn the full reward, and wrong ones that contain a ri
 not.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

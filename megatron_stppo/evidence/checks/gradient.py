@@ -20,8 +20,6 @@ every kink between w- and w+ adds to the difference. A step may not change the o
 of its scale, going by the gradient: far away everything is clipped, and the objective is flat.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

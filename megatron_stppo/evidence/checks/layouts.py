@@ -4,8 +4,6 @@ The run's own layout computes it with micro-batches of a few trajectories, one a
 and without shared prefixes. A few other layouts follow (`few` in layouts/cases.py); `check-layouts` has all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import partial
 

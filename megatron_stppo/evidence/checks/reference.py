@@ -1,7 +1,5 @@
 """Checks of what must not move: the log-probs before the first step, the reference, and learning rates."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator

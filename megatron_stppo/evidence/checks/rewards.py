@@ -4,8 +4,6 @@ an episode at the ranks that train on it.
 Every turn gets a whole number of its own. What follows from rewards is for checks/advantages.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, chain, count

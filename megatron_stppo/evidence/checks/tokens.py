@@ -6,8 +6,6 @@ of the model, rendered as a whole conversation and encoded at once. The tokens o
 with it: the policy may write a text with other tokens than the tokenizer does.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from functools import cached_property

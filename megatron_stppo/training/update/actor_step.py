@@ -6,8 +6,6 @@ multiplies the learning rate of this step. With `gradient` it multiplies the acc
 the data-parallel reduction and before clipping by norm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

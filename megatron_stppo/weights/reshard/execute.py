@@ -7,8 +7,6 @@ gloo its own thread), bucket k-1 is unpacked, a share of the rows that stay on t
 buffer), and bucket k+1 is packed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
