@@ -57,14 +57,14 @@ def compare(
 ) -> None:
     """Run a configuration with every arm, setting and seed of a grid, and print the declared contrasts with
     intervals; one HTML page shows all. Exit 1 if a cell has no result."""
-    from megatron_stppo.evidence.compare import results
+    from megatron_stppo.evidence.compare import contrasts
     from megatron_stppo.evidence.compare.contrasts import text, write
     from megatron_stppo.evidence.compare.grid import load
     from megatron_stppo.evidence.compare.runner import Runner
 
     given = load(grid)
     complete = report or Runner(given, jobs).work()
-    found = results.read(given.folder)
+    found = contrasts.read(given.folder)
     typer.echo(text(given, found))
     if found:
         target = given.folder / f"{grid.stem}.html"

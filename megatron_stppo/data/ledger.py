@@ -3,7 +3,7 @@
 A group is the episodes of one task. Groups are numbered in the order in which they are admitted; a batch is
 `tasks` groups. Every group that was admitted is trained on exactly once, or dropped by dynamic sampling.
 
-Three kinds of runs use this class: colocated training, with staleness 0 (training/resampling.py);
+Three kinds of runs use this class: colocated training, with staleness 0 (training/rollouts.py);
 asynchronous training (replicas/trainer/ledger.py); and its simulation (plan/simulation/asynchronous.py).
 
 Admission (the rule of AReaL, arXiv 2505.24298): while iteration v collects its batch, groups below

@@ -29,8 +29,7 @@ from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.rollout.vllm.engine import Engine
 from megatron_stppo.rollout.vllm.generation import EngineFailure, Restarts
 from megatron_stppo.rollout.vllm.vllm_setup import EngineSettings
-from megatron_stppo.training.resampling import resampled
-from megatron_stppo.training.rollouts import rollout_settings, seed_of
+from megatron_stppo.training.rollouts import resampled, rollout_settings, seed_of
 from megatron_stppo.validation import model_layout
 from megatron_stppo.validation.run_folder import check_resumed
 from megatron_stppo.weights.reshard.resharder import Resharder

@@ -32,7 +32,7 @@ from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
 from megatron_stppo.rollout.episodes.failures import warn
 from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.rollout.vllm.generation import RolloutError
-from megatron_stppo.rollout.vllm.stop_strings import StopFinder
+from megatron_stppo.rollout.vllm.requests import StopFinder
 from megatron_stppo.training.colocated import Worker, assemble
 from megatron_stppo.training.rollouts import evaluate_tasks, held_out_tasks, rollout_settings, seed_of
 from megatron_stppo.validation import attempts

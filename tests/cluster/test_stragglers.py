@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_stppo.cluster.stragglers import Stragglers, slowest
+from megatron_stppo.observe.observer import Stragglers, slowest
 from tests.ranks import run_ranks
 
 

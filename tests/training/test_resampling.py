@@ -29,7 +29,7 @@ def draw(flat: Sequence[int], rounds: int) -> dict[str, Any]:
     """Return this rank's part of a batch of 4 groups, and which groups were played in each round."""
     from megatron_stppo.data.exchange import Played
     from megatron_stppo.data.ledger import Terms
-    from megatron_stppo.training.resampling import resampled
+    from megatron_stppo.training.rollouts import resampled
 
     cursor, asked = TaskCursor(TASKS, seed=0), []
 

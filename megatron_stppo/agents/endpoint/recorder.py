@@ -5,19 +5,27 @@ if the client says that it repeats it (the header x-stainless-retry-count of Ope
 if it has closed the connection of the earlier request without reading the answer (Ask.abandoned). Every
 completion is thus recorded once. An equal request without these signs gets a second sample, in a history of
 its own.
+
+Histories. A history is what the policy has read and written in one conversation. It is compared in *units*, which are
+what a client can repeat exactly: messages of a chat, characters of a text, or token ids. Its tokens are those
+that the engine has read and sampled; they are never encoded again.
+
+A request continues a history if it begins with all its units, and its last completion has units (a text
+completion may be empty). If it begins only with those up to an earlier completion (an edited or shortened
+conversation, or the same question asked twice), a new history begins, which shares the tokens up to that
+completion. Otherwise a new history begins without shared tokens.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.tool_parsers import ToolParser
 
-from megatron_stppo.agents.endpoint.histories import Histories, Match
 from megatron_stppo.agents.protocols.body import Refusal
 from megatron_stppo.agents.protocols.chat_messages import AssistantTurn, compared, template_messages
 from megatron_stppo.agents.protocols.exchange import Ask, Reply
@@ -25,6 +33,84 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.data.text.conversation import encode_after, encode_conversation
 from megatron_stppo.data.text.plain_text import beginning, decode_plain, encode_plain
 from megatron_stppo.environments.base import Completion, Request
+
+
+@dataclass(frozen=True)
+class Match:
+    """How far the units of a request are recorded already.
+
+    Example: Match(1, 3, (5, 9, 7), continues=True): the request begins with the 3 units of history 1, whose
+    3 tokens end with a completion; what follows them is new.
+    """
+
+    history: int  # the number of the history that the completion is recorded in
+    units: int  # how many units of the request have been recorded; the last of them is a completion
+    tokens: tuple[int, ...]  # of these units
+    continues: bool  # False: the history is a new one
+
+
+@dataclass
+class _Conversation:
+    kind: Hashable
+    units: Sequence[Hashable]
+    tokens: list[int]
+    # (units, tokens) up to each completion; None for one without units, which no request can repeat
+    ends: list[tuple[int | None, int]] = field(default_factory=list)
+
+
+class Histories:
+    """The recorded histories of one episode; see the module.
+
+    Example, with letters as units: after record(place("", "ab"), "", "ab", "X", new=(1, 2), completion=(7,)),
+    place("", "abXc") is Match(0, 3, (1, 2, 7), True), and place("", "ac") is Match(1, 0, (), False).
+    """
+
+    def __init__(self) -> None:
+        self._recorded: list[_Conversation] = []
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def place(self, kind: Hashable, units: Sequence[Hashable]) -> Match:
+        """Return the place of a request.
+
+        kind: what else must be equal, such as the tools of a chat. units: of one type per kind. The longest
+        recorded beginning is taken; of equal ones that of a history that can be continued, then the oldest.
+        """
+        beginnings = [  # (units, continues, -history, tokens)
+            (end, position == len(history.ends) - 1, -number, tokens)
+            for number, history in enumerate(self._recorded)
+            for position, (end, tokens) in enumerate(history.ends)
+            if end is not None and history.kind == kind and history.units[:end] == units[:end]
+        ]
+        if not beginnings:
+            return Match(len(self), 0, (), continues=False)
+        end, continues, number, tokens = max(beginnings)
+        shared = tuple(self._recorded[-number].tokens[:tokens])
+        return Match(-number if continues else len(self), end, shared, continues)
+
+    def record(
+        self,
+        place: Match,
+        kind: Hashable,
+        units: Any,
+        added: Any,
+        new: Sequence[int],
+        completion: Sequence[int],
+    ) -> None:
+        """Record a completion at the place of its request, to which nothing was recorded in between.
+
+        units: of the request. added: those with which the client will repeat the completion; none for a text
+        completion without text: an equal request then asks for another sample. new: the ids of what was new
+        in the request. completion: the sampled ids.
+        """
+        if not place.continues:
+            self._recorded.append(_Conversation(kind, (), list(place.tokens)))
+        history = self._recorded[place.history]
+        history.units = units + added
+        history.tokens += [*new, *completion]
+        history.ends.append((len(history.units) if added else None, len(history.tokens)))
+
 
 ParseTools = Callable[[Any, Any], ToolParser]  # a class of vLLM's parsers: (tokenizer, tools) -> parser
 Calls = tuple[tuple[str, str], ...]  # (name of the function, arguments as JSON)

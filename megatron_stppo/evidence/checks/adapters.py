@@ -75,10 +75,8 @@ def _outputs(
     first = {span.hf_key.replace(A, B): span.local for span in of_a}
     for span in of_b:  # where the layer joins several, rows belong to the A of their own
         if span.hf_key != PADDING:
-            rows, at = (
-                slice(span.local, span.local + span.size),
-                first[span.hf_key] if of_a[0].dim == 0 else 0,
-            )
+            rows = slice(span.local, span.local + span.size)
+            at = first[span.hf_key] if of_a[0].dim == 0 else 0
             weight[rows] = (factor * b[rows].double() @ a[at : at + b.shape[1]].double()).to(weight)
     b.zero_()
     needed = layer(x)[0]

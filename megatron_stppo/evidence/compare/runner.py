@@ -16,7 +16,7 @@ from typing import IO
 from megatron_stppo.base.errors import ConfigError, DoNotRestart, Requeue
 from megatron_stppo.cluster.preemption import SIGNALS
 from megatron_stppo.config.file import load
-from megatron_stppo.evidence.compare import results
+from megatron_stppo.evidence.compare import contrasts
 from megatron_stppo.evidence.compare.grid import Cell, Grid
 from megatron_stppo.observe.console import say
 
@@ -38,7 +38,7 @@ class Runner:
         """jobs: cells at a time; default: as many as cores or GPUs allow. With more, cells share GPUs. Raises
         ConfigError if the grid and its results do not fit, or if another process runs the folder's cells."""
         self._grid, self._folder = grid, grid.folder
-        self._device, count = results.devices()
+        self._device, count = contrasts.devices()
         self._gpus = "AVX-512" not in self._device
         self._apart = max(1, count // grid.processes)  # cells that fit without sharing
         self._jobs = jobs or self._apart
@@ -50,8 +50,8 @@ class Runner:
             for setting in grid.settings:
                 load(grid.config, grid.fields(Cell(arm, setting, grid.seeds[0])))
         self._lock = _locked(self._folder)
-        self._results = results.read(self._folder)
-        results.check(grid, self._results, self._device)
+        self._results = contrasts.read(self._folder)
+        contrasts.check(grid, self._results, self._device)
         self._running: list[_Started] = []
 
     def work(self) -> bool:
@@ -127,11 +127,11 @@ class Runner:
             try:
                 if code and ended == "done":
                     raise ValueError(f"exit code {note.get('code', code)}")
-                result = results.measured(self._grid, cell, run, self._device, ended)
+                result = contrasts.measured(self._grid, cell, run, self._device, ended)
             except (OSError, ValueError) as error:
                 say(f"failed: {cell.name}: {error}; see {self._log(cell)}. The next call tries again")
                 continue
-            results.add(self._folder, result)
+            contrasts.add(self._folder, result)
             self._results[cell] = result
             outcome = f"{self._grid.outcome.metric} {result.outcome:.4g}"
             say(f"{ended} {cell.name}: {outcome}, {result.seconds:.0f} s; {self._done}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_stppo.agents.endpoint.histories import Histories, Match
+from megatron_stppo.agents.endpoint.recorder import Histories, Match
 
 
 def record(histories: Histories, asked: str, answer: str, new: list[int], sampled: list[int]) -> Match:

@@ -57,7 +57,7 @@ def _training_tasks(config: Any, field: str, **k: Any) -> Any:
 
 
 SEEDS = "different seeds"
-ORDER, RESAMPLED = "data.tasks:TaskCursor._order", "training.resampling:resampled"
+ORDER, RESAMPLED = "data.tasks:TaskCursor._order", "training.rollouts:resampled"
 FLAT = "without_variance(played[-1].every)"
 PLANTS: dict[str, tuple[str, staged.Patch]] = {  # {mistake: (part of the line, plant)}
     "one seed for all episodes": (SEEDS, _set(play, "request_seed", lambda *of: 7)),

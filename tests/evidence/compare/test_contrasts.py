@@ -13,25 +13,25 @@ from statistics import fmean
 import pytest
 
 from megatron_stppo.config import file
-from megatron_stppo.evidence.compare import results
 from megatron_stppo.evidence.compare.contrasts import (
+    Result,
     contrasts,
     holm,
     mean_interval,
     paired_p,
     quantile,
+    read,
     student,
     text,
     write,
 )
 from megatron_stppo.evidence.compare.grid import Cell, Grid, load
-from megatron_stppo.evidence.compare.results import Result
 from tests.documented import NAME, rows
 
 ROOT = Path(__file__).parents[3]
 STUDY = ROOT / "docs" / "study"
 GRIDS = ("search", "sums")
-KNOWN = results.read(STUDY)
+KNOWN = read(STUDY)
 RATES = {"rate_1.5": 1, "rate_3": 2, "rate_6": 2, "rate_12": 2, "rate_24": 1}  # weights, by trapezoids
 # tasks of the study's table of results: the grid, and what its contrasts are over
 OVER = {

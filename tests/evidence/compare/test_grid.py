@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_stppo.config import ConfigError
-from megatron_stppo.evidence.compare import results
+from megatron_stppo.evidence.compare import contrasts
+from megatron_stppo.evidence.compare.contrasts import Result
 from megatron_stppo.evidence.compare.grid import Cell, Grid, Outcome, load
-from megatron_stppo.evidence.compare.results import Result
 
 TEXT = """
 config: config.yaml
@@ -79,23 +79,23 @@ def test_results_are_read_as_they_were_added_and_a_damaged_line_is_named(tmp_pat
     one = Result("a", "x", 0, 0.25, "a CPU, with AVX-512", 4, 12.5, digest="d")
     other = Result("a", "x", 1, 0.5, "a CPU, with AVX-512")
     for result in (one, other):
-        results.add(tmp_path, result)
-    assert results.read(tmp_path) == {one.cell: one, other.cell: other}
-    results.add(tmp_path, one)
+        contrasts.add(tmp_path, result)
+    assert contrasts.read(tmp_path) == {one.cell: one, other.cell: other}
+    contrasts.add(tmp_path, one)
     with pytest.raises(ConfigError, match="line 4: x-a-0 is there twice"):
-        results.read(tmp_path)
-    (tmp_path / results.FILE).write_text("arm,setting,seed,outcome,device\na,x,zero,0.5,c\n")
+        contrasts.read(tmp_path)
+    (tmp_path / contrasts.FILE).write_text("arm,setting,seed,outcome,device\na,x,zero,0.5,c\n")
     with pytest.raises(ConfigError, match="line 2 is damaged"):
-        results.read(tmp_path)
+        contrasts.read(tmp_path)
 
 
 def test_results_of_other_overrides_or_another_device_are_not_continued(tmp_path: Path) -> None:
     grid = load(write(tmp_path))
     cell = Cell("plain", "base", 0)
     done = Result(*("plain", "base", 0), 0.5, "this", digest=grid.digest(cell))
-    results.check(grid, {cell: done}, "this")
+    contrasts.check(grid, {cell: done}, "this")
     with pytest.raises(ConfigError, match="ran on this, and this machine has that"):
-        results.check(grid, {cell: done}, "that")
+        contrasts.check(grid, {cell: done}, "that")
     changed: Grid = grid.model_copy(update={"overrides": {"run.iterations": 5}})
     with pytest.raises(ConfigError, match="base-plain-0 was run with other overrides"):
-        results.check(changed, {cell: done}, "this")
+        contrasts.check(changed, {cell: done}, "this")

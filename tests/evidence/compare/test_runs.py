@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron_stppo.base.errors import ConfigError
-from megatron_stppo.evidence.compare import results, runner
+from megatron_stppo.evidence.compare import contrasts, runner
 from megatron_stppo.evidence.compare.grid import Grid
 from tests.forking import stand_in
 from tests.training.loop import small_run
@@ -95,7 +95,7 @@ def test_more_runs_than_gpus_share_them(
 ) -> None:
     small_run.write(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(results, "devices", lambda: ("a GPU", gpus))
+    monkeypatch.setattr(contrasts, "devices", lambda: ("a GPU", gpus))
     given: list[str] = []
 
     class Started:
@@ -117,7 +117,7 @@ def test_a_run_that_needs_more_gpus_than_there_are_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_run.write(tmp_path)
-    monkeypatch.setattr(results, "devices", lambda: ("a GPU", 2))
+    monkeypatch.setattr(contrasts, "devices", lambda: ("a GPU", 2))
     grid = Grid(
         config=tmp_path / "config.yaml", folder=tmp_path / "runs", processes=4, arms={"a": {}}, seeds=[0]
     )

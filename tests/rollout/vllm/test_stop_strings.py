@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from megatron_stppo.data.text.plain_text import encode_plain
-from megatron_stppo.rollout.vllm.stop_strings import StopFinder
+from megatron_stppo.rollout.vllm.requests import StopFinder
 from tests.data.text.tokenizer_kinds import KINDS
 from tests.rollout.vllm.tiny import END, build_tokenizer
 

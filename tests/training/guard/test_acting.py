@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_stppo.config import AlgorithmConfig
-from megatron_stppo.training.guard.acting import Acting
+from megatron_stppo.training.guard.guard import Acting
 
 IDLE = {
     "actor/held": 0.0,

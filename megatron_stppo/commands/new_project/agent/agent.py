@@ -3,8 +3,6 @@
 The loop is that of any agent of a hosted model. Training gives it the base URL and the key.
 """
 
-from __future__ import annotations
-
 import json
 import ssl
 from typing import Any

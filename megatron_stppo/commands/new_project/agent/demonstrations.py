@@ -3,8 +3,6 @@
 Half of them also solve their task; the boxes of the others are random.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The agent without a model: a server answers as the policy would. Run it with `pytest`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

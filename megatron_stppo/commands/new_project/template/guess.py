@@ -1,7 +1,5 @@
 """The environment: the policy guesses a digit, and every wrong guess is answered with a hint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from megatron_stppo.base.types import Message, Task

@@ -7,8 +7,6 @@ It takes the place of a real checkpoint, so that the project runs without a down
 set model.path in config.yaml to its folder.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

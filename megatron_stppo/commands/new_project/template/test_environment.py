@@ -1,7 +1,5 @@
 """The environment without a model: actions in, hints and rewards out. Run it with `pytest`."""
 
-from __future__ import annotations
-
 import asyncio
 
 from guess import GuessTheDigit, reward
