@@ -46,7 +46,7 @@ OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}),
     "qwen3_5": ("Qwen3_5", HYBRID),
     "qwen3_5_moe": ("Qwen3_5Moe", HYBRID | MIXTURE),
-    "qwen3_next": ("Qwen3Next", HYBRID | MIXTURE),
+    "qwen3_next": ("Qwen3Next", HYBRID | MIXTURE | {"tie_word_embeddings": False}),  # vLLM ties none
     "gpt_oss": (
         "GptOss",
         {
