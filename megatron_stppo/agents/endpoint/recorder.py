@@ -6,7 +6,7 @@ if it has closed the connection of the earlier request without reading the answe
 completion is thus recorded once. An equal request without these signs gets a second sample, in a history of
 its own.
 
-Histories. A history is what the policy has read and written in one conversation. It is compared in *units*, which are
+A history is what the policy has read and written in one conversation. It is compared in *units*, which are
 what a client can repeat exactly: messages of a chat, characters of a text, or token ids. Its tokens are those
 that the engine has read and sampled; they are never encoded again.
 

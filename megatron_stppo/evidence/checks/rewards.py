@@ -90,6 +90,5 @@ def _misplaced(stage: Stage, batch: DividedBatch) -> list[str]:
 
 def _at_ends(every: Sequence[Summary]) -> list[float]:
     """Return the rewards of the action tokens: those of the turns, at their last tokens."""
-    turns = (turn for summary in every for turn in summary.turns)
-    at_ends = [reward for turn in turns for reward in (*[0.0] * (turn.tokens - 1), turn.reward)]
-    return torch.tensor(at_ends, dtype=torch.float32).tolist()  # as a batch holds them
+    of_turns = ([0.0] * (turn.tokens - 1) + [turn.reward] for summary in every for turn in summary.turns)
+    return torch.tensor([*chain.from_iterable(of_turns)]).tolist()  # float32, as in a batch

@@ -44,8 +44,7 @@ log = logging.getLogger(__name__)
 GLANCE = 0.1  # seconds after which a delayed event loop's coroutines are looked up
 BEAT = 0.5  # seconds between signs of life of the event loop
 CLOSING = 2.0  # seconds that environments get to close if their episodes are abandoned
-# Seconds after which a thread that computes in Python lets another one continue. The engine's thread waits so
-# long for an environment that computes, each time it has waited for the GPU. Python's default is 0.005.
+# Seconds until an environment that computes lets the engine's thread go on after the GPU; Python's: 0.005
 SWITCH = 0.0005
 PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
 
