@@ -36,8 +36,10 @@ def test_contradictory_orders_and_another_thread_are_found(
     run_ranks(forgiven, 2)
     *threads, circle = findings(tmp_path / "orders")
     world = circle.split(": ")[1].split("/")[0]
-    assert threads == [f"thread second, group {world}/1, rank {n}: allreduce, 1 times" for n in (0, 1)]
-    assert circle.startswith("contradictory orders: ") and circle.count("/1 call 1") == 1
+    assert sorted(threads) == [
+        f"thread second, group {world}/1, rank {n}: allreduce, 1 times" for n in (0, 1)
+    ]
+    assert circle.startswith("contradictory orders: ") and "/1 call 1" in circle and "/2 call 1" in circle
 
 
 BOTH = [[("send", "1"), ("recv", "1")], [("send", "0"), ("recv", "0")]]

@@ -50,5 +50,5 @@ def test_the_steps_that_may_raise_the_factor_are_those_of_the_configuration(
     ratios: Any = SimpleNamespace(logprob_T=one_T, live_T=torch.ones(1, dtype=torch.bool))
     actor: Any = SimpleNamespace(memory=StepMemory())
     for index in range(4):
-        actor_step._rate_scale(actor, loss, ratios, index, 4)
+        actor_step.rate_scale(actor, loss, ratios, index, 4)
     assert [one.rises for one in given] == rises
