@@ -98,7 +98,7 @@ def _measure_alone(settings: Settings, rank: int, report: RankReport, file: Path
     report.run("GPU", seconds, _measure_gpu, who)
     report.run("versions", seconds, measure.describe_software)
     report.run("limits", seconds, measure.measure_limits, who)
-    report.run("network adapters", seconds, measure.measure_adapters)
+    report.run("network adapters", seconds, measure.measure_adapters, torch.cuda.device_count())
     if _local_rank() == 0:
         report.run("run folder", seconds, measure.measure_folder, file, settings.size)
 

@@ -34,9 +34,9 @@ class Limit:
 
 
 LIMITS = (
-    Limit(NODE, "350 on Hopper, else 200", "GB/s", "NVLink of an A100 gives about 230, of an H100 over 400",
+    Limit(NODE, "320 on Hopper, else 200", "GB/s", "NVLink gives 230 on an A100, on an H100 360 without NVLS",
           "all-reduce within a node", f"nvidia-smi nvlink --status; {EXCLUDE}"),
-    Limit(PAIR, "0.7 of a node's adapters; if none is found, 250 on Hopper, else 40", "GB/s",
+    Limit(PAIR, "0.7 of a node's adapters, at most 35 per GPU; without any, 250 on Hopper, else 40", "GB/s",
           "eight adapters of 400 Gbit/s carry 400, TCP below 10",
           "all-reduce of two nodes", f"{TCP}; if one node is in all slow pairs, {EXCLUDE}"),
     Limit(ALL, "0.7 of the value for a pair", "GB/s", "a large fabric gives less than a pair",
@@ -76,7 +76,7 @@ def derived(numbers: Sequence[tuple[str, str, float]]) -> dict[str, float]:
     """
     hopper = any(name == GENERATION and value >= HOPPER for name, _, value in numbers)
     adapters = max((value for name, _, value in numbers if name == NETWORK), default=0.0)
-    node, pair = (350.0, 250.0) if hopper else (200.0, 40.0)
+    node, pair = (320.0, 250.0) if hopper else (200.0, 40.0)
     reduced = {NODE: node, PAIR: 0.7 * adapters or pair}
     reduced[ALL] = 0.7 * reduced[PAIR]
     return reduced | {swap: reduced[name] / 2 for name, swap in SWAPS.items()}

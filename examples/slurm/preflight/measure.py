@@ -39,6 +39,7 @@ MIB = 2**20
 SIZES_CUDA, SIZES_CPU = (64 * MIB, 256 * MIB, 1024 * MIB), (MIB, 4 * MIB)
 REPEATS, WARM_UP = 10, 3
 ADAPTERS = Path("/sys/class/infiniband")  # of InfiniBand and RoCE
+GPU_RATE = 50  # GB/s of adapters that NCCL uses for one GPU; others serve storage, or manage switches
 
 
 def describe_software(report: RankReport) -> None:
@@ -63,15 +64,32 @@ def measure_limits(report: RankReport, who: str) -> None:
     report.numbers.append(("min_shared_memory", who, shutil.disk_usage("/dev/shm").total / 2**30))
 
 
-def measure_adapters(report: RankReport, adapters: Path = ADAPTERS) -> None:
-    """Add the number and the rate of the node's active network ports.
+def measure_adapters(report: RankReport, gpus: int, adapters: Path = ADAPTERS) -> None:
+    """Add the number and the rate of the node's active network ports that NCCL may use, for `gpus` GPUs.
 
-    Example: a file ports/1/rate with "400 Gb/sec (4X NDR)" counts as 50 GB/s.
+    Example: a file ports/1/rate with "400 Gb/sec (4X NDR)" counts as 50 GB/s, 12 of them as 400 for 8 GPUs.
     """
-    ports = [p for p in adapters.glob("*/ports/*") if "ACTIVE" in (p / "state").read_text(encoding="utf-8")]
+    chosen = os.environ.get("NCCL_IB_HCA", "")
+    ports = [p for p in adapters.glob("*/ports/*") if _is_chosen(p.parts[-3], p.name, chosen)]
+    ports = [port for port in ports if "ACTIVE" in (port / "state").read_text(encoding="utf-8")]
     rates = [float((port / "rate").read_text(encoding="utf-8").split()[0]) for port in ports]
     report.texts["network adapters"] = f"{len(rates)} ports, {sum(rates):g} Gbit/s"
-    report.numbers.append((NETWORK, report.node, sum(rates) / 8))
+    report.numbers.append((NETWORK, report.node, min(sum(rates) / 8, GPU_RATE * gpus)))
+
+
+def _is_chosen(adapter: str, port: str, chosen: str) -> bool:
+    """Return whether the value of NCCL_IB_HCA allows a port, as NCCL reads it (src/transport/net_ib).
+
+    "mlx5_0:1,mlx5_1": names that begin so, and the first one's port 1. "=": whole names. "^": all but these.
+    """
+    excludes = chosen.startswith("^")
+    exact = chosen[excludes:].startswith("=")
+    entries = [entry.partition(":") for entry in chosen[excludes + exact :].split(",") if entry]
+    listed = any(
+        (adapter == name if exact else adapter.startswith(name)) and number in ("", port)
+        for name, _, number in entries
+    )
+    return not entries or listed != excludes
 
 
 def measure_folder(report: RankReport, path: Path, size: int) -> None:

@@ -96,15 +96,30 @@ def test_a_folder_is_measured_and_files_that_do_not_appear_are_named(tmp_path: P
     assert not report.faults
 
 
-def test_active_ports_of_adapters_are_counted(tmp_path: Path) -> None:
-    for name, rate, state in (("a", "400 Gb/sec (4X NDR)", "4: ACTIVE"), ("b", "2.5 Gb/sec", "1: DOWN")):
+@pytest.mark.parametrize(
+    ("chosen", "gpus", "ports", "rate"),
+    [
+        ("", 8, 12, 400.0),  # four of them serve storage
+        ("", 1, 12, 50.0),
+        ("^mlx5_1,mlx5_2", 8, 8, 400.0),
+        ("=mlx5_1:1,mlx5_2", 8, 2, 100.0),
+        ("mlx5_1", 8, 3, 150.0),
+        ("mlx5_1:2", 8, 0, 0.0),
+    ],
+)
+def test_active_ports_that_nccl_may_use_are_counted_up_to_50_gb_per_gpu(
+    chosen: str, gpus: int, ports: int, rate: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_IB_HCA", chosen)
+    found = [(f"mlx5_{n}", "400 Gb/sec (4X NDR)", "4: ACTIVE") for n in range(12)]
+    for name, speed, state in [*found, ("mlx5_12", "2.5 Gb/sec", "1: DOWN")]:
         port = tmp_path / name / "ports" / "1"
         port.mkdir(parents=True)
-        (port / "rate").write_text(f"{rate}\n")
+        (port / "rate").write_text(f"{speed}\n")
         (port / "state").write_text(f"{state}\n")
-    measure.measure_adapters(report := RankReport("a"), tmp_path)
-    assert report.numbers == [("GB/s of the adapters", "a", 50.0)]
-    assert report.texts == {"network adapters": "1 ports, 400 Gbit/s"}
+    measure.measure_adapters(report := RankReport("a"), gpus, tmp_path)
+    assert report.numbers == [("GB/s of the adapters", "a", rate)]
+    assert report.texts == {"network adapters": f"{ports} ports, {400 * ports} Gbit/s"}
 
 
 def test_what_leaves_a_node_in_an_all_to_all() -> None:

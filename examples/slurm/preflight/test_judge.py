@@ -109,7 +109,7 @@ HOPPER, ADAPTERS = ("generation", "rank 3 (b)", 9), ("GB/s of the adapters", "a"
     [
         ([HOPPER], 260.0, False),
         ([HOPPER], 48.0, True),
-        ([ADAPTERS, ("GB/s of the adapters", "b", 50.0)], 290.0, False),
+        ([HOPPER, ADAPTERS, ("GB/s of the adapters", "b", 50.0)], 330.0, False),
         ([ADAPTERS], 48.0, True),
         ([HOPPER, ("GB/s of the adapters", "a", 60.0)], 48.0, False),
     ],
@@ -154,6 +154,7 @@ def test_ranks_that_do_not_answer_are_named_and_the_others_are_judged() -> None:
 
 def test_limits_can_be_changed_and_open_files_grow_with_the_ranks() -> None:
     assert failures(rows(report(3), max_memory_used=0.5)).keys() == {"GPU memory in use"}
+    assert limits.derived([HOPPER])["min_bandwidth_node"] == 320, "a ring gives 360"
     given = limits.read(["min_bandwidth_node=300", "max_visible=2.5"])
     assert (given["min_bandwidth_node"], given["max_visible"], given["min_compute"]) == (300.0, 2.5, 0.9)
     many = {row.name: row for row in judge(10_000, {0: report(0)}, {}, limits.DEFAULTS)}
