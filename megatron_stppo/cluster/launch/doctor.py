@@ -1,16 +1,20 @@
 """The command `doctor`: report what is installed, what is missing, and what the run loses without it."""
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+
+from megatron_stppo.cluster.launch import connections
 
 State = Literal["ok", "optional", "broken"]
 COLOUR = {"ok": "green", "optional": "yellow", "broken": "red"}
@@ -158,7 +162,9 @@ def _devices() -> Iterator[Finding]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:  # without a driver, for example on a laptop
-        yield Finding("gpu", "none", "optional", "everything runs on the CPU, over gloo")
+        problem = driver_problem()
+        state: State = "broken" if problem else "optional"
+        yield Finding("gpu", "none", state, problem or "everything runs on the CPU, over gloo")
         return
     driver, problem = str(pynvml.nvmlSystemGetDriverVersion()), driver_problem()
     yield Finding("gpu driver", driver, "broken" if problem else "ok", problem)
@@ -171,24 +177,53 @@ def _devices() -> Iterator[Finding]:
 
 
 def driver_problem() -> str:
-    """Return why torch cannot use the driver of this machine's GPUs, or "". GPUs may be hidden on purpose.
+    """Return why torch cannot use the GPUs of this process, or "" if it can, or they are hidden on purpose.
 
     NVML answers with the version of libcuda that is loaded, which may be that of compatibility libraries.
     """
     pynvml = importlib.import_module("pynvml")
+    if not re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
+        return ""
+    hide = "or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU"
+    absent = "LibraryNotFound", "DriverNotLoaded", "NoPermission"
     try:
         pynvml.nvmlInit()
+    except tuple(getattr(pynvml, f"NVMLError_{name}") for name in absent):
+        return ""
+    except pynvml.NVMLError as error:  # for example an update of the driver while the old one is loaded
+        return f"GPU driver: {error}; reboot the machine, {hide}" if _torch_cuda() else ""
+    count, needed, why = len(connections.gpu_generations()), _torch_cuda(), _torch_error()
+    if not (count and needed and why):
+        return ""
+    driver, cuda = pynvml.nvmlSystemGetDriverVersion(), needed
+    with contextlib.suppress(pynvml.NVMLError):  # a container may lack libcuda: torch's error says so
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
-    except pynvml.NVMLError:  # without a driver
-        return ""
-    needed = int((importlib.import_module("torch").version.cuda or "0").partition(".")[0])
-    if cuda >= needed or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return ""
+    if cuda < needed:
+        return (
+            f"GPU driver {driver}: is for CUDA {cuda}, torch for CUDA {needed}; install a newer one (580 for "
+            f"CUDA 13), put compatibility libraries (cuda-compat-{needed}-0) first in LD_LIBRARY_PATH, {hide}"
+        )
     return (
-        f"GPU driver {pynvml.nvmlSystemGetDriverVersion()}: is for CUDA {cuda}, torch for CUDA {needed}; "
-        f"install a newer one (580 for CUDA 13), put compatibility libraries (cuda-compat-{needed}-0) first "
-        "in LD_LIBRARY_PATH, or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU"
+        f"GPU driver {driver}: has {count} GPUs, torch has none ({why}); if NVSwitch joins them, start "
+        f"nvidia-fabricmanager of the driver's version; remove cuda-compat-* of another one, {hide}"
     )
+
+
+def _torch_cuda() -> int:
+    """Return the major version of CUDA for which torch was built; 0 if it was built for CPUs."""
+    return int((importlib.import_module("torch").version.cuda or "0").partition(".")[0])
+
+
+def _torch_error() -> str:
+    """Return the error with which torch finds no GPU, or ""."""
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        return ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0]
+    return "no GPU is visible"
 
 
 def kernels(major: int, minor: int) -> Finding:

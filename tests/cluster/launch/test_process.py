@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
+import pynvml
 import pytest
 import torch
 
@@ -61,20 +62,46 @@ def test_a_transformer_engine_whose_libraries_do_not_load_is_one_line(
         process.check_transformer_engine()
 
 
-@pytest.mark.parametrize(("cuda", "visible"), [(12040, "0"), (13000, "0"), (12040, "")])
-def test_a_driver_that_is_too_old_is_one_line_and_not_a_run_on_the_cpu(
-    cuda: int, visible: str, monkeypatch: pytest.MonkeyPatch
+OLD = r"^GPU driver 550.54: is for CUDA 12, torch for CUDA 13; install a newer one \(580"
+LOST = r"^GPU driver 550.54: has 8 GPUs, torch has none \(Torch not compiled.*start nvidia-fabricmanager"
+
+
+def fails(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("visible", "changes", "torch_cuda", "refused"),
+    [
+        ("0", {}, "13.0", OLD),
+        ("", {}, "13.0", ""),
+        ("-1", {}, "13.0", ""),
+        ("NoDevFiles", {}, "13.0", ""),  # Slurm, without a GPU
+        ("0,1", {"SystemGetCudaDriverVersion_v2": lambda: 13000}, "13.0", LOST),
+        ("0", {"SystemGetCudaDriverVersion_v2": lambda: 13000}, None, ""),  # torch for CPUs
+        (
+            " 1",
+            {"SystemGetCudaDriverVersion_v2": lambda: fails(pynvml.NVMLError_LibraryNotFound())},
+            "13.0",
+            LOST,
+        ),
+        ("0", {"DeviceGetCount": lambda: 0}, "13.0", ""),
+        ("0", {"Init": lambda: fails(pynvml.NVMLError_LibRmVersionMismatch())}, "13.0", "mismatch.*; reboot"),
+        ("0", {"Init": lambda: fails(pynvml.NVMLError_DriverNotLoaded())}, "13.0", ""),
+    ],
+)
+def test_a_driver_with_which_torch_sees_no_gpu_is_one_line_and_not_a_run_on_the_cpu(
+    visible: str, changes: dict[str, Any], torch_cuda: str, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nvml = SimpleNamespace(NVMLError=RuntimeError, nvmlInit=lambda: None)
-    nvml.nvmlSystemGetDriverVersion = lambda: "550.54"
-    nvml.nvmlSystemGetCudaDriverVersion_v2 = lambda: cuda
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    nvml = {"Init": lambda: None, "Shutdown": lambda: None, "SystemGetDriverVersion": lambda: "550.54"}
+    nvml |= {"SystemGetCudaDriverVersion_v2": lambda: 12040, "DeviceGetCount": lambda: 8}
+    nvml |= {"DeviceGetHandleByIndex": str, "DeviceGetCudaComputeCapability": lambda _: (9, 0)}
+    for name, answer in (nvml | changes).items():
+        monkeypatch.setattr(pynvml, f"nvml{name}", answer)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(process, "_ignore_warnings", lambda: sys.exit("accepted"))
-    old = r"^GPU driver 550.54: is for CUDA 12, torch for CUDA 13; install a newer one \(580"
-    refused = (cuda, visible) == (12040, "0")
-    with pytest.raises(ConfigError if refused else SystemExit, match=old if refused else "accepted"):
+    with pytest.raises(ConfigError if refused else SystemExit, match=refused or "accepted"):
         process.prepare.__wrapped__(False)
 
 
