@@ -25,7 +25,7 @@ QUICKSTART = Path(__file__).parents[1] / "quickstart"
 VERSION = 3  # raise it if the same arguments now give different files
 DOORS = (2, 4, 6)
 SIZES = {"train": 2048, "evaluate": 128}
-WRONG_SHARE = {"skill": 0.0, "policy": 0.4}  # of the turns that use the other key of two; 0: copying is learned sooner
+WRONG_SHARE = {"skill": 0.0, "policy": 0.4}  # of the turns with two keys; 0 teaches to copy sooner
 
 
 def main(argv: Sequence[str] | None = None) -> None:
