@@ -100,7 +100,7 @@ def train(folder: Path, replicas: int, versions: int) -> list[dict[str, float]]:
         set_version(learner, 1000)  # what a thread sends is a copy
         served._sender.join()
         set_version(learner, version)  # what is sent again is not
-        served._until(lambda h, v=version: all(n.version == v for n in h._crew.tree.nodes.values()) or None)
+        served._until(lambda h, v=version: _have(h, v) or None)
         row = {"blocked": blocked, "sent": float(served._sender.sent), "lost": 0.0}
         served._sender.sent = 0
         if hub is not None:
@@ -109,11 +109,17 @@ def train(folder: Path, replicas: int, versions: int) -> list[dict[str, float]]:
         rows.append(row)
     set_version(learner, versions + 1)
     served.publish(versions + 1)  # the run ends while it is sent
-    while hub is not None and not hub._crew.tree.is_moving:
+    # on a busy machine all may have it before this thread looks
+    while hub is not None and not (hub._crew.tree.is_moving or _have(hub, versions + 1)):
         time.sleep(0.001)
     served.close()
     assert hub is None or hub.numbers()["lost"] == rows[-1]["lost"]
     return rows[1:]
+
+
+def _have(hub: Any, version: int) -> bool:
+    """Return whether all replicas have a version."""
+    return all(node.version == version for node in hub._crew.tree.nodes.values())
 
 
 def set_version(learner: Any, version: int) -> None:
