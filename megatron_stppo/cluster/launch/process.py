@@ -195,8 +195,6 @@ def start(config: Config, is_alone: bool = True) -> MeshRank:
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
     check(config)
-    if _has_gpu():
-        connections.keep_sums(os.environ, config.parallel)
     join(config.timeout, is_alone, config.serving.replicas or 0, config.engine_tensor)
     with ends_at_sigterm():
         mesh = groups.initialize(config.parallel, config.timeout)
@@ -220,8 +218,10 @@ def join(timeout: timedelta, is_alone: bool = True, replicas: int = 0, tensor: i
     from megatron_stppo.cluster.launch.rendezvous import meeting, raise_file_limit
 
     set_ranks()
-    raise_file_limit(world_size(), replicas, tensor)
     cuda = torch.cuda.is_available()
+    if cuda and world_size() > 1:  # also of replicas: NCCL reads it once, at the first communicator
+        os.environ.setdefault(connections.NVLS, "0")
+    raise_file_limit(world_size(), replicas, tensor)
     if slurm.started_by_srun(os.environ):  # srun keeps a log per rank
         say(slurm.logged_variables(os.environ))
     slurm.check_gpus(os.environ, cuda)

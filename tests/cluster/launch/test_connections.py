@@ -4,12 +4,13 @@ must not vary, and a user's values are kept."""
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 import pytest
 import torch
 
-from megatron_stppo.cluster.launch import connections, process
-from megatron_stppo.config import Config, ParallelConfig
+from megatron_stppo.cluster.launch import connections, process, rendezvous
+from megatron_stppo.config import ParallelConfig
 from megatron_stppo.evidence.checks.reference import suspects
 
 HOPPER, BLACKWELL = 9, 10
@@ -53,25 +54,21 @@ def test_a_value_of_the_user_is_kept_and_another_than_1_is_warned_about() -> Non
 
 
 @pytest.mark.parametrize(
-    ("parallel", "given", "expected"),
-    [(SPLIT, {}, {"NCCL_NVLS_ENABLE": "0"}), (SPLIT, {"NCCL_NVLS_ENABLE": "1"}, {"NCCL_NVLS_ENABLE": "1"}),
-     (ParallelConfig(pipeline=2), {}, {})],
-)  # fmt: skip
-def test_switches_do_not_add_up_what_tensor_parallel_ranks_compute(
-    parallel: ParallelConfig, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    ("world", "given", "expected"), [("2", None, "0"), ("2", "1", "1"), ("1", None, None)]
+)
+def test_switches_do_not_add_up_what_ranks_compute(
+    world: str, given: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is set on a GPU only, before the first communicator, and what `verify` names depends on it."""
-    environment, seen, config = (
-        dict(given),
-        list[dict[str, str]](),
-        Config.model_validate({"model": {"path": "m"}, "parallel": parallel}),
-    )
+    """It is set on GPUs only, before the first communicator, whatever the layout is: `check-layouts` begins
+    with one rank per model. What `verify` names depends on it."""
+    environment = {"RANK": "0", "WORLD_SIZE": world} | ({} if given is None else {connections.NVLS: given})
+    seen = list[str | None]()
     monkeypatch.setattr(process.os, "environ", environment)
-    monkeypatch.setattr(process, "check", lambda config: None)
-    monkeypatch.setattr(process, "join", lambda *_: seen.append(dict(environment)) or sys.exit())
+    monkeypatch.setattr(rendezvous, "raise_file_limit", lambda *_: sys.exit())
     for has_gpu in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)  # noqa: B023
         with pytest.raises(SystemExit):
-            process.start(config)
+            process.join(timedelta(seconds=1))
+        seen.append(environment.get(connections.NVLS))
     assert seen == [given, expected]
-    assert suspects(parallel).startswith("NCCL_NVLS_ENABLE: ") == (expected == {"NCCL_NVLS_ENABLE": "1"})
+    assert suspects(SPLIT).startswith("NCCL_NVLS_ENABLE: ") == (expected != "0")
