@@ -47,14 +47,16 @@ H100 = Gpu(
         "989 TFLOP/s dense bfloat16, 3.35 TB/s, NVLink 450 GB/s each way: NVIDIA's H100 SXM5 data sheet",
         "400 GB/s per node of 8 each way: eight 400 Gb/s adapters (NVIDIA's DGX H100 data sheet)",
         "3 of 79.1 GiB for CUDA and its libraries, a sleeping engine's graphs, and fragmentation",
-        "communicators: 1.2 x the buffers of NCCL 2.30: 24 channels that sum in a node, 16 between nodes, 32 "
-        "that send, and per channel 12 MiB for a neighbour in the node, 20 for one in another node",
+        "communicators: 1.2 x the buffers of NCCL 2.30 without NVLS: 24 channels that sum in a node, 16 "
+        "between nodes, 32 that send, and per channel 12 MiB for a neighbour in the node, 20 for one in "
+        "another node",
     ),
 )
 
 
 def communicator(ranks: Sequence[int], kind: str, per_node: int) -> int:
-    """Return the bytes of a rank's communicator of NCCL 2.30, with its defaults on nodes of 8 H100.
+    """Return the bytes of a rank's communicator of NCCL 2.30 on nodes of 8 H100, with its defaults, but
+    without NVLS, as in a run (cluster/launch/connections.py); with NVLS, sums in a node take 256 MiB more.
 
     kind: as in parallel/groups.py; "ring" makes two communicators. Each of 32 channels has 3 tables of 2 MiB,
     the least that CUDA maps (src/channel.cc). A connection receives into 4 MiB (NCCL_BUFFSIZE), 4.7 (LL128)
@@ -72,6 +74,17 @@ def communicator(ranks: Sequence[int], kind: str, per_node: int) -> int:
             not alone
         )
     return int(1.2 * (3 * 2 * 32 + size) * (1 + (kind == "ring")) * 2**20)
+
+
+def links(tensor: int, count: int, per_node: int) -> int:
+    """Return the bytes of the communicators that join a replica's rank with `count` other replicas.
+
+    A rank receives from all ranks of one of them, and sends to all of the others. Sizes: see communicator.
+    """
+    near = 2 * tensor <= per_node
+    channels, received, sent = (32, 10, 2) if near else (4, 10, 10)
+    of_pairs = tensor * channels * (received + sent * (count - 1))
+    return int(1.2 * (count * (3 * 2 * 32 + 64 * (not near)) + of_pairs) * 2**20) if count else 0
 
 
 @dataclass(frozen=True)

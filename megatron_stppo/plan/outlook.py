@@ -1,7 +1,7 @@
 """Forecasts of all divisions of GPUs between training and serving, and of colocated training."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -11,12 +11,13 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.data.ledger import Terms
 from megatron_stppo.observe import trajectory_log
 from megatron_stppo.observe.run_files import recorded
-from megatron_stppo.plan.assumptions import H100, Gpu
+from megatron_stppo.parallel.weight_tree import CHILDREN
+from megatron_stppo.plan.assumptions import H100, Gpu, links
 from megatron_stppo.plan.dry_run import engine_use, plan_of, training_use
 from megatron_stppo.plan.simulation.asynchronous import AsynchronousRun, Forecast, Window, simulate
 from megatron_stppo.plan.simulation.workload import RecordedLengths, Sizes, Workload
 from megatron_stppo.plan.times import engine_speed, sending_seconds, trainer_speed
-from megatron_stppo.plan.usage import EngineUse, TrainingUse, broken, serving_limit
+from megatron_stppo.plan.usage import EngineUse, TrainingUse, broken, replica_limit
 from megatron_stppo.plan.work import RecordedBatch
 from megatron_stppo.weights.sharding.hf_names import read_shape
 
@@ -88,14 +89,15 @@ class Planner:
         """
         left_out, splits = list(refused), []
         for trainer in trainers:
-            problems = [*serving_limit(self._serving, self._replica, self.gpu)] or [
+            replicas = (gpus - trainer) // self.config.engine_tensor
+            problems = [*replica_limit(self._serving, self._linked(replicas), self.gpu)] or [
                 f"{trainer} GPUs for training: {line}"
                 for line in islice(broken(self._use(trainer), self.gpu), 1)
             ]
             if problems:
                 left_out += problems
             else:
-                splits.append(self._apart(trainer, (gpus - trainer) // self.config.engine_tensor))
+                splits.append(self._apart(trainer, replicas))
         together = None if refusal else self._together(gpus, left_out)
         left_out += [f"colocated: {refusal}"] if refusal else []
         return Outlook(gpus, tuple(splits), together, tuple(dict.fromkeys(left_out)))
@@ -143,6 +145,12 @@ class Planner:
     def _replica(self) -> EngineUse:
         """The memory of a replica's GPU."""
         return engine_use(self._serving, self.shape, self.gpu)
+
+    def _linked(self, replicas: int) -> EngineUse:
+        """The memory of a replica's GPU, with the links to the one before it and to those after it."""
+        engine, count = self._replica, min(replicas - 1, 1 + CHILDREN)
+        joined = links(self.config.engine_tensor, count, self.gpu.per_node)
+        return replace(engine, communicators=engine.communicators + joined)
 
     def _use(self, gpus: int) -> TrainingUse:
         if gpus not in self._uses:

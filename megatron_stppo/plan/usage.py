@@ -15,6 +15,7 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.assumptions import GIB, Gpu, communicator
 from megatron_stppo.plan.memory import ModelUse
 from megatron_stppo.plan.work import Sharing, Work
+from megatron_stppo.weights.reshard.plan import BUCKET_BYTES
 from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes
 from megatron_stppo.weights.sharding.tiles import Spans
@@ -34,7 +35,7 @@ class EngineUse:
     cache: int  # the rest, for keys and values; negative if weights and working exceed the share
     cache_per_token: int
     state: int = 0  # of a sequence, in recurrent layers
-    communicators: int = 0  # of the engine, and of the reshard to it
+    communicators: int = 0  # of the engine, and of the reshard or the links to it
 
     @property
     def cached_tokens(self) -> int:
@@ -53,6 +54,7 @@ class EngineUse:
         budget = int(config.rollout.gpu_memory_utilization * gpu.memory)
         per_token = size * sum(mixer.cached(tensor) for mixer in shape.mixers)
         own = communicator(range(tensor), "sum", gpu.per_node) if tensor > 1 and gpu.is_cuda else 0
+        own *= 1 + (shape.experts > 0)  # vLLM makes another one for experts, over the same ranks
         return cls(weights, working, budget - weights - working, per_token, state, own)
 
 
@@ -213,6 +215,21 @@ def serving_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
             f"{_gib(engine.weights)} of weights, {_gib(engine.working)} for a step, and {_gib(needed)} for "
             f"the keys and values of rollout.max_context={config.max_context} tokens; choose {remedy}larger "
             f"rollout.engine_tensor than {config.engine_tensor}"
+        )
+
+
+def replica_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
+    """Yield the lines of serving_limit, and one if communicators and the buffers of an update do not fit
+    beside the engine's share of a replica's GPU.
+    """
+    yield from serving_limit(config, engine, gpu)
+    buffers = max(0, 2 * min(BUCKET_BYTES["cuda"], engine.weights) - engine.working)
+    share, most = config.rollout.gpu_memory_utilization, gpu.usable - engine.communicators - buffers
+    if share * gpu.memory > most:
+        yield (
+            f"rollout.gpu_memory_utilization={share} of a replica: {_gib(engine.communicators)} of "
+            f"communicators and {_gib(buffers)} of buffers do not fit beside it; choose at most "
+            f"{math.floor(100 * most / gpu.memory) / 100} (here --assume replica_memory)"
         )
 
 

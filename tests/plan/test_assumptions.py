@@ -12,7 +12,9 @@ from megatron_stppo.config.file import load
 from megatron_stppo.observe.throughput import PEAK_FLOPS
 from megatron_stppo.plan import assumptions
 from megatron_stppo.plan.simulation.workload import DrawnLengths, LogNormal, ToolTimes, Workload
+from megatron_stppo.plan.usage import EngineUse
 from megatron_stppo.validation.checks import candidates
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -103,3 +105,16 @@ def test_a_communicator_has_its_tables_and_a_connection_per_channel_and_neighbou
         ((0, 1), "ring", 2 * (192 + 32 * 12)),
     ):
         assert assumptions.communicator(ranks, kind, 8) == int(1.2 * mebibytes * 2**20), (ranks, kind)
+
+
+def test_an_engine_with_experts_has_two_communicators_and_links_receive_from_one_replica(
+    config: Config,
+) -> None:
+    """An engine of 8 dense ranks, one of 4 with experts."""
+    experts = load(EXAMPLES / "qwen3-30b-a3b" / "config.yaml")
+    for of, ranks, count in ((config, 8, 1), (experts, 4, 2)):
+        use = EngineUse.of(of, read_shape(of.model.path), 0, 2, assumptions.H100)
+        assert use.communicators == count * assumptions.communicator(range(ranks), "sum", 8)
+    for tensor, joined, mebibytes in ((1, 3, 3 * 192 + 32 * (10 + 2 * 2)), (8, 2, 2 * 256 + 8 * 4 * 20)):
+        assert assumptions.links(tensor, joined, 8) == int(1.2 * mebibytes * 2**20)
+    assert assumptions.links(8, 0, 8) == 0

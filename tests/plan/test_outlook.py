@@ -39,6 +39,18 @@ def test_two_batches_share_the_wait_for_their_slow_calls(model: Path, planner: P
     assert "assumed: tool_seconds=1 s for a call of a tool, median" in printed
 
 
+def test_replicas_whose_links_do_not_fit_beside_the_engine_are_left_out(
+    thin: Path, planner: ProcessPoolExecutor
+) -> None:
+    full = ("replica_memory=0.95",)
+    alone, linked = (
+        planner.submit(small_outlooks.outlook, str(thin), gpus, (1,), full).result() for gpus in (2, 5)
+    )
+    assert alone["gain"] and linked["gain"] is None, "one replica has no links"
+    why = "rollout.gpu_memory_utilization=0.95 of a replica: 1.2 GiB of communicators and 0.0 GiB of buffers"
+    assert f"{why} do not fit beside it; choose at most 0.94 (here --assume repl" in linked["printed"]
+
+
 @pytest.mark.long
 def test_two_gpus_without_a_tail_are_slower_apart(model: Path, planner: ProcessPoolExecutor) -> None:
     """Half of the GPUs train, so training takes twice as long, and there is nothing to hide."""
