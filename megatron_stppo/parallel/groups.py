@@ -164,6 +164,8 @@ def connect(found: Iterable[tuple[dist.ProcessGroup, str]], device: torch.device
             dist.all_to_all_single(torch.zeros_like(whole), whole, group=group)
         else:
             _pass(group, kind == "ring", device)
+    torch.cuda.synchronize()  # an error of a communicator is raised here; does nothing on a CPU
+    torch.cuda.empty_cache()  # the engine takes its memory from the driver, not from torch's cache
 
 
 def _pass(group: dist.ProcessGroup, is_ring: bool, device: torch.device) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -16,7 +18,11 @@ def connected(parallel: dict[str, int]) -> set[str]:
 
     config = Config.model_validate({"model": {"path": "m"}, "parallel": parallel})
     found = groups.exchanges(groups.initialize(config.parallel), config, "expert" in parallel, tied=True)
+    calls: list[str] = []
+    for name in ("synchronize", "empty_cache"):
+        setattr(torch.cuda, name, partial(calls.append, name))
     groups.connect(found, torch.device("cpu"))
+    assert calls == ["synchronize", "empty_cache"], "errors come here, and the memory goes to the engine"
     return {f"{kind} {group.size()}" for group, kind in found}
 
 

@@ -100,10 +100,10 @@ class EnvironmentHost:
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
 
     def __enter__(self) -> EnvironmentHost:
-        self._switch = sys.getswitchinterval()
-        sys.setswitchinterval(min(SWITCH, self._switch))
         self._thread.start()
         self._ready.wait()
+        self._switch = sys.getswitchinterval()
+        sys.setswitchinterval(min(SWITCH, self._switch))  # last, because __exit__ restores it
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:

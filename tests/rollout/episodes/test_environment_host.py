@@ -143,6 +143,9 @@ def test_an_environment_that_computes_lets_the_engines_thread_continue_ten_times
     with EnvironmentHost(Game, concurrency=1, deadline=30):
         assert sys.getswitchinterval() == pytest.approx(before / 10)
     assert sys.getswitchinterval() == before
+    with pytest.raises(RuntimeError), EnvironmentHost(Game, concurrency=1, deadline=30) as host:
+        host.__enter__()  # its thread has started already
+    assert sys.getswitchinterval() == before
 
 
 def test_concurrency_bounds_the_calls_in_progress() -> None:
