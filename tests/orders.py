@@ -3,7 +3,8 @@
 A GPU runs NCCL's collectives as they are enqueued, whatever their communicator: one thread of a rank must
 enqueue all of them, and all ranks in one order. Gloo runs each as soon as its ranks have come. Processes with
 the variable FOLDER (tests/ranks.py, tests/preloaded.py) write what they call; `findings` reads it. On a GPU,
-groups have NCCL unless they ask for gloo, and parallel/collectives.py uses gloo.
+groups have NCCL unless they ask for gloo, and parallel/collectives.py uses gloo. An engine's ranks add up
+over NCCL there, here over shared memory in groups for which vLLM asks for gloo: its methods are recorded.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ EQUAL += ("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single")  # 
 UNEQUAL = ("alltoall", "alltoall_base", "all_to_all_single", "gather", "scatter", "allreduce_coalesced")
 UNEQUAL += ("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced")
 PAIR = ("send", "recv")
+OF_VLLM = {"all_reduce": "allreduce", "all_gather": "_allgather_base", "gather": "gather"}
 MAIN = "main"
 
 
@@ -51,6 +53,8 @@ class Recorder:
     """Writes the events of this process to a file."""
 
     def __init__(self, folder: Path) -> None:
+        from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
         from megatron_stppo.parallel import bridge
         from megatron_stppo.replicas.wire import weights
 
@@ -64,12 +68,17 @@ class Recorder:
         for module, names in ((dist, of_torch), (bridge, ("join", "leave")), (weights, ("call_unless",))):
             for name in names:
                 setattr(module, name, partial(getattr(self, f"_{name}"), getattr(module, name)))
+        for name, kind in OF_VLLM.items():
+            setattr(CpuCommunicator, name, self._of_vllm(kind, getattr(CpuCommunicator, name)))
 
-    def _write(self, group: dist.ProcessGroup, kind: str, what: str = "", on_host: bool = False) -> None:
+    def _write(
+        self, group: Any, kind: str, what: str = "", on_host: bool = False, in_engine: bool = False
+    ) -> None:
         name = group.group_name
         full = name if name in self._joined else f"{self._world}/{name}"
         at = full, group.size(), group.rank(), kind, what, self._thread()
-        event = Event(*at, not on_host and name not in self._over_gloo, getattr(self._own, "batch", 0))
+        on_gpu = in_engine or (not on_host and name not in self._over_gloo)
+        event = Event(*at, on_gpu, getattr(self._own, "batch", 0))
         self._file.write(json.dumps(event) + "\n")
 
     def _thread(self) -> str:
@@ -84,6 +93,14 @@ class Recorder:
             records = _is_called_by("parallel/collectives.py")
             self._write(group, kind, str(given[1]) if kind in PAIR else ", ".join(what), records)
             return call(group, *given, **named)
+
+        return method
+
+    def _of_vllm(self, kind: str, call: Any) -> Callable[..., Any]:
+        def method(communicator: Any, tensor: Any, *given: Any, **named: Any) -> Any:
+            what = f"{tensor.dtype} {tuple(tensor.shape)}"
+            self._write(communicator.device_group, kind, what, in_engine=True)
+            return call(communicator, tensor, *given, **named)
 
         return method
 
@@ -146,7 +163,7 @@ def findings(folder: Path) -> list[str]:
     assert any(runs), "nothing was recorded"
     others = Counter((e.thread, e.group, e.rank, e.kind) for e in itertools.chain(*runs) if _is_apart(e))
     lines = [f"thread {t}, group {g}, rank {r}: {kind}, {n} times" for (t, g, r, kind), n in others.items()]
-    return [*lines, *(_unequal(runs) or _circles(runs))]
+    return [*lines, *(_unequal(runs) or _unmatched(runs) or _circles(runs))]
 
 
 def _is_apart(event: Event) -> bool:
@@ -165,6 +182,21 @@ def _unequal(runs: list[list[Event]]) -> list[str]:
         first = next(((at, *call) for at, call in enumerate(calls) if len(set(call)) > 1), None)
         lines += [f"group {group}, call {first[0]}: {'; '.join(first[1:])}"] if first else []
     return lines
+
+
+def _unmatched(runs: list[list[Event]]) -> list[str]:
+    """Return the pairs of ranks of which one sends more often than the other receives, or less often."""
+    counts: Counter[str] = Counter()
+    for event in itertools.chain(*runs):
+        if event.kind in PAIR:
+            counts[_pair(event)] += 1 if event.kind == "send" else -1
+    return [f"{pair}: {n:+} sent without a receive" for pair, n in counts.items() if n]
+
+
+def _pair(event: Event) -> str:
+    """Return the group of a send or recv, and from which rank it is to which."""
+    ends = [str(event.rank), event.what][:: 1 if event.kind == "send" else -1]
+    return f"group {event.group}, {' to '.join(ends)}"
 
 
 def _circles(runs: list[list[Event]]) -> list[str]:
@@ -194,8 +226,7 @@ def _named(run: list[Event]) -> Iterator[tuple[Event, str]]:
     for event in run:
         name = event.group
         if event.kind in PAIR:
-            ends = [str(event.rank), event.what][:: 1 if event.kind == "send" else -1]
-            name += f" {' to '.join(ends)}"
+            name = _pair(event)
         elif event.kind not in EQUAL + UNEQUAL:
             continue
         counts[name] += 1

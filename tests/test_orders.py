@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_stppo.cluster.launch.vllm_environment import SHARED_MEMORY
 from tests.orders import FOLDER, MAIN, Event, findings
 from tests.ranks import run_ranks
 
@@ -42,6 +44,29 @@ def test_contradictory_orders_and_another_thread_are_found(
     assert circle.startswith("contradictory orders: ") and "/1 call 1" in circle and "/2 call 1" in circle
 
 
+def engines(folder: str) -> None:
+    """Add up over shared memory, as an engine of two ranks does, in a second thread."""
+    from vllm.distributed.parallel_state import GroupCoordinator
+
+    os.environ["VLLM_DIST_IDENT"] = Path(folder).name  # part of the name of the shared memory
+    group = GroupCoordinator([[0, 1]], dist.get_rank(), "gloo", True, group_name="tp")
+    second = threading.Thread(target=group.all_reduce, args=(torch.ones(2),), name="second")
+    second.start()
+    second.join()
+    assert type(group.device_communicator.dist_module).__name__ == "_CPUSHMDistributed"
+    for path in SHARED_MEMORY.glob(f"{Path(folder).name}-*"):
+        path.unlink(missing_ok=True)
+
+
+def test_what_an_engine_adds_up_over_shared_memory_counts_as_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "orders"))
+    run_ranks(engines, 2, str(tmp_path))
+    lines = findings(tmp_path / "orders")
+    assert [line.partition(", rank")[2] for line in lines] == [f" {n}: allreduce, 1 times" for n in (0, 1)]
+
+
 BOTH = [[("send", "1"), ("recv", "1")], [("send", "0"), ("recv", "0")]]
 
 
@@ -53,6 +78,8 @@ BOTH = [[("send", "1"), ("recv", "1")], [("send", "0"), ("recv", "0")]]
         pytest.param([[("barrier", "")], []], 0, "call 0: barrier ; nothing", id="number"),
         pytest.param(BOTH, 0, "contradictory orders", id="both send first"),
         pytest.param(BOTH, 1, "", id="both send and receive together"),
+        pytest.param([BOTH[0][:1], []], 0, "group a, 0 to 1: +1 sent without", id="nobody receives"),
+        pytest.param([[], BOTH[1][1:]], 0, "group a, 0 to 1: -1 sent without", id="nobody sends"),
     ],
 )
 def test_ranks_that_do_not_fit_are_found(
