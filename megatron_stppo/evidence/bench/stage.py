@@ -1,7 +1,8 @@
 """What the checks of `verify` share: models and engine of the run, episodes, and the line of a check."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
@@ -9,12 +10,13 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import EstimatedBatch, Message, Minibatch, Task, Trajectory
+from megatron_stppo.base.types import EstimatedBatch, Message, Minibatch, Outcome, Task, Trajectory
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.environments import contract
 from megatron_stppo.environments.base import AnyEnvironment, CompletionEnvironment, Request, StepResult
+from megatron_stppo.environments.rewarded import Rewarded
 from megatron_stppo.evidence.bench import scoring
 from megatron_stppo.evidence.bench.scoring import Piece, Resemblance, Scored
 from megatron_stppo.model.learner import Learner
@@ -29,11 +31,11 @@ from megatron_stppo.training.update.actor_step import ActorLoss, minibatch_weigh
 from megatron_stppo.training.update.own import Own
 
 
-@dataclass(frozen=True)
+@dataclass
 class Said:
     """What the environment of an episode has said. An entry of the lists is for a turn that it has answered.
 
-    Example: Said(7, (Message("user", "Guess."),), ("!",), [" higher ", ""], [7001.0, 7002.0]) of two turns.
+    Example: Said(7, (Message("user", "Guess."),), ("!",), [" higher ", ""], [-7001.25, 7002.25], "ok").
     """
 
     seed: int  # of the environment
@@ -41,16 +43,25 @@ class Said:
     stop_strings: tuple[str, ...]
     observations: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)  # those that the program got
+    outcome: Outcome | None = None  # set if the environment has ended the episode
+    graded: float | None = None  # what the function of environment.reward has returned
+    misgraded: str = ""  # what is wrong in its call, or in what becomes of its value
 
 
 class RecordedEnvironment:
     """An environment whose answers are recorded, before the program under test has seen any of them.
 
-    Every turn gets another reward, because rewards that are all 0 could be lost or exchanged unseen.
+    Every turn gets another reward, because rewards that are all 0 could be lost or exchanged unseen. So does
+    a function that environment.reward names; it is called with the environment's own reward.
     """
 
     def __init__(self, environment: AnyEnvironment, records: dict[int, Said]) -> None:
         self._environment, self._records = environment, records
+        self._turns, self._reward = list[tuple[str, str]](), 0.0  # the environment's own
+        if isinstance(environment, Rewarded):
+            self._within = RecordedEnvironment(environment._environment, {})
+            self._function = environment._function
+            environment._environment, environment._function = self._within, self._grade
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -64,13 +75,32 @@ class RecordedEnvironment:
 
     async def step(self, action: str) -> StepResult:
         result, record = await contract.step(self._environment, action), self._record
-        reward = float(1000 * (record.seed % 1000) + len(record.rewards) + 1)
+        reward = planted_reward(1000 * (record.seed % 1000) + len(record.rewards) + 1)
+        self._turns.append((action, result.observation))
+        self._reward, record.outcome = result.reward, result.outcome
+        if record.graded not in (None, result.reward):
+            record.misgraded = f"returned {record.graded}, and the reward is {result.reward}"
         record.observations.append("" if result.done else result.observation)
         record.rewards.append(reward)
         return replace(result, reward=reward)
 
+    async def _grade(self, task: Task, turns: list[tuple[str, str]], result: StepResult) -> Any:
+        """Call the function, and record what is wrong in its arguments."""
+        within, record = self._within, self._record
+        if turns != within._turns or result.reward != within._record.rewards[-1]:
+            record.misgraded = f"gets {turns} and {result.reward}, not {within._turns}"
+        value = self._function(task, turns, replace(result, reward=within._reward))
+        value = await value if inspect.isawaitable(value) else value
+        record.graded = float(value["reward"] if isinstance(value, Mapping) else value)
+        return value
+
     async def close(self) -> None:
         await contract.close(self._environment)
+
+
+def planted_reward(number: int) -> float:
+    """Return another reward for each number from 1 to 2^20, exact in float32. Example: -1.25, 2.25, -3.25."""
+    return (number + 0.25) * (-1.0) ** number
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Checks that advantages are those of the definition: with the run's own settings, on planted episodes.
 
 Values, log-probs and rewards are random. Some episodes failed, are cut off, have no turns or several
-histories; in some tasks one episode lives, or none, or all have the same reward.
+histories; in some tasks one episode lives, or none, or all have the same reward. Where all episodes have it,
+they differ by their penalties for length, if these are configured: their bounds are lengths of planted ones.
 """
 
 import random
@@ -43,9 +44,16 @@ def advantages(stage: Stage) -> Iterator[Checked]:
 def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> Checked:
     """Return the line of planted episodes. own: algorithm.advantage, if it names a function."""
     wrong, tokens = list[str](), 0
+    a = a if a.overlong_from is None else a.changed(overlong_from=3, overlong_to=9)
     penalty = {"kl_in": "reward", "kl_estimator": "k1", "kl_coefficient": max(0.1, a.kl_coefficient)}
     penalised = a.changed(**penalty)  # also where the run has no penalty, or a small one
-    cases = ((a, False, 0.0), (a, False, USUAL), (a, True, 0.0), (penalised, False, 0.0))
+    cases = (
+        (a, None, 0.0),
+        (a, None, USUAL),
+        (a, 1.0, 0.0),
+        (a, 0.0, 0.0),
+        (penalised, None, 0.0),
+    )
     for settings, equal, usual in cases:
         histories = planted(67, 3 * len(OUTCOMES), seed, equal)
         tokens += sum(len(history.token_ids) for history in histories)
@@ -81,8 +89,8 @@ def compared(
     yield "signal", torch.tensor([signal]), [float(defined_advantages.signals(episodes, a, of_user))]
 
 
-def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Trajectory]:
-    """Return random histories of EACH episodes of each task. equal: all have the reward 1."""
+def planted(vocab: int, tasks: int, seed: int, equal: float | None = None) -> list[Trajectory]:
+    """Return random histories of EACH episodes of each task. equal: the reward of all."""
     draw = random.Random(seed)
     read = [tuple(draw.randrange(vocab) for _ in range(n)) for n in (0, 3, 5)]  # so that states repeat
 
@@ -91,7 +99,10 @@ def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Traj
         return Turn(ids, (-1.0,) * len(ids), draw.choice(read), reward, ((0, len(ids)),))
 
     def turns(last: float) -> tuple[Turn, ...]:
-        before = [0.0 if equal else draw.choice((0.0, 0.0, 0.5, -0.25)) for _ in range(draw.randrange(4))]
+        before = [
+            0.0 if equal is not None else draw.choice((0.0, 0.0, 0.5, -0.25))
+            for _ in range(draw.randrange(4))
+        ]
         return tuple(map(turn, (*before, last)))
 
     histories = list[Trajectory]()
@@ -99,7 +110,7 @@ def planted(vocab: int, tasks: int, seed: int, equal: bool = False) -> list[Traj
         group, place = divmod(number, EACH)
         task, prompt = Task("formula", (), ("",), "train", group), (group % vocab, 1, 2)
         outcome = OUTCOMES[group % len(OUTCOMES)][place]
-        reward = 1.0 if equal else draw.choice((0.0, 1.0, 1.0, 0.25))
+        reward = equal if equal is not None else draw.choice((0.0, 1.0, 1.0, 0.25))
         own = turns(reward) if outcome else ()
         branches = tuple(Branch((3, 1), turns(reward)) for _ in range(2 if outcome == "ok" else 0))
         episode = Trajectory(task, prompt, own, outcome or "error", group, branches=branches)

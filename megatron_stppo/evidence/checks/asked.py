@@ -3,31 +3,37 @@
 A request is recorded where vLLM gets it. Every field of its sampling parameters is compared, also those that
 no field of the configuration names: they must be vLLM's defaults.
 
-The tasks of the draws must be the next ones of the run's cursor, whose epochs must have each task once. With
-rollout.resample, the rewards of every second group are made equal, so that others take their places.
+The tasks of the draws must be the next ones of the run's cursor, whose epochs must have each task once, in
+orders that depend on epoch and seed. With rollout.resample, the rewards of every second group are made equal,
+so that others take their places.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from megatron_stppo.base.types import FAILED, Task
+from megatron_stppo.base.types import FAILED, Message, Outcome, Task
 from megatron_stppo.config import Config
 from megatron_stppo.data import tasks
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.environments import choose
+from megatron_stppo.environments.base import StepResult
 from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, of_every_rank, replaced
 from megatron_stppo.evidence.checks.rewards import rewarded
+from megatron_stppo.evidence.checks.tokens import FAR
 from megatron_stppo.parallel.collectives import gather_records
-from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks
+from megatron_stppo.rollout.episodes.episode import Episode, Limits
+from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks, sample
+from megatron_stppo.rollout.vllm.generation import Finished
 from megatron_stppo.training.colocated import Worker
 from megatron_stppo.training.rollouts import evaluate_tasks, held_out_tasks
 from megatron_stppo.weights.sharding.low_rank import served_adapters
@@ -36,6 +42,7 @@ ASKED, PLACES, ENDS = "the engine is asked as configured", "tasks are where they
 DRAWN = "tasks are drawn in their turn"
 DRAWS, FEW, SAMPLES = 2, 3, 2  # iterations that are drawn; tasks of each, at least; episodes of a task
 TURN = 4  # tokens, at most
+MANY = 10**6  # of which samples are drawn
 # Sampling parameters that differ between requests, or say how vLLM returns its tokens.
 FREE = ("seed", "max_tokens", "logprobs", "detokenize", "output_kind")
 REMEDY = "rollout, evaluate, data: report this line; the episodes are not sampled as configured"
@@ -47,7 +54,7 @@ def asked(stage: Stage) -> Iterator[Checked]:
     rollouts, config = stage.rollouts, stage.config
     if not isinstance(rollouts, Worker):
         cursor = TaskCursor(fitting_tasks(config, "train", shown=False).tasks, config.run.seed)
-        yield _in_turn(cursor, wrong_epochs(cursor))
+        yield _in_turn(config, cursor, [])
         yield from (
             Checked(line, "skipped", "replicas have engines of their own") for line in (ASKED, PLACES)
         )
@@ -67,7 +74,7 @@ def asked(stage: Stage) -> Iterator[Checked]:
     rollouts.restore(before)
     unlike = list(wrong_draws(rollouts.cursor, [played for played, _ in draws], count, resample))
     rollouts.restore(before)
-    yield _in_turn(rollouts.cursor, [*unlike, *wrong_epochs(rollouts.cursor)])
+    yield _in_turn(config, rollouts.cursor, unlike)
     evaluated: tuple[Played | None, list[EngineCoreRequest]] = (None, [])
     if config.data.evaluate is not None:
         evaluated = _recorded(rollouts, lambda: _evaluation(rollouts, count))
@@ -109,23 +116,49 @@ def wrong_draws(cursor: TaskCursor, draws: Sequence[Played], count: int, resampl
             yield f"draw {number}: drops the groups {sorted(dropped)}, some of which differ"
 
 
-def wrong_epochs(cursor: TaskCursor) -> Iterator[str]:
-    """Yield which of two epochs lacks tasks. Each is resumed in the middle."""
-    state, epochs = cursor.state(), list[list[Task]]()
-    count = state["tasks"]
-    cursor.restore(state | {"epoch": 0, "position": 0})
-    for _ in range(2):
-        epochs.append(cursor.take(count // 2))
-        cursor.restore(cursor.state())
-        epochs[-1] += cursor.take(count - count // 2)
-        if (different := len(set(map(id, epochs[-1])))) < count:
-            yield f"an epoch has {different} of {count} tasks"
-    cursor.restore(state)
+def wrong_epochs(cursor: TaskCursor, seed: int) -> Iterator[str]:
+    """Yield which epoch lacks tasks, and whether epochs or seeds share an order of the tasks. Each epoch is
+    resumed in the middle. Of few tasks, as many orders are drawn as are all equal once in a million cases.
+    """
+    state, orders = cursor.state(), dict[tuple[int, int], tuple[int, ...]]()
+    count, bits = state["tasks"], math.lgamma(state["tasks"] + 1) / math.log(2)
+    needed = max(3, 1 + math.ceil(22 / bits)) if bits else 1
+    if state["seed"] != seed:
+        yield f"tasks have the seed {state['seed']}, not run.seed={seed}"
+    for n, epoch in [*((0, epoch) for epoch in range(needed)), *((n, 0) for n in range(1, needed))]:
+        other = TaskCursor(cursor._tasks, seed + n)
+        other.restore(other.state() | {"epoch": epoch})
+        first = other.take(count // 2)
+        other.restore(other.state())
+        order = orders[n, epoch] = tuple(map(id, first + other.take(count - count // 2)))
+        if len(set(order)) < count:
+            yield f"an epoch has {len(set(order))} of {count} tasks"
+    for place, what in enumerate(("run.seed", "the epoch")):
+        different = len({order for key, order in orders.items() if key[1 - place] == 0})
+        if different < (needed if bits > 24 else min(2, needed)):
+            yield f"the order of the tasks does not depend on {what}"
 
 
-def _in_turn(cursor: TaskCursor, wrong: Iterable[str]) -> Checked:
-    text = f"two epochs of {cursor.state()['tasks']} tasks"
-    return faultless(DRAWN, of_every_rank(list(wrong)), text, REMEDY, shown=3)
+def wrong_samples(config: Config, drawn: int) -> Iterator[str]:
+    """Yield which file has tasks that are not played, or other held-out ones than evaluate.tasks. drawn: the
+    tasks of data.train."""
+    files: dict[Literal["train", "evaluate"], tuple[int, int | None]] = {"train": (drawn, None)}
+    if config.data.evaluate is not None:
+        files["evaluate"] = (len(held_out_tasks(config, shown=False).tasks), config.evaluate.tasks)
+    for name, (count, most) in files.items():
+        rows = len(tasks.read(getattr(config.data, name)))
+        needed = min(rows, most or rows)
+        overlong = fitting_tasks(config, name, shown=False).overlong if count < needed else 0
+        if count + overlong != needed:
+            yield f"{count} tasks of data.{name} are played, not {needed - overlong}"
+    if sample(range(MANY), FEW) != sample(range(MANY), FEW):
+        yield "evaluate.tasks: each evaluation has other tasks"
+
+
+def _in_turn(config: Config, cursor: TaskCursor, wrong: Sequence[str]) -> Checked:
+    count = cursor.state()["tasks"]
+    wrong = [*wrong, *wrong_epochs(cursor, config.run.seed), *wrong_samples(config, count)]
+    return faultless(DRAWN, of_every_rank(wrong), f"epochs of {count} tasks", REMEDY, shown=3)
 
 
 def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[Played, list[EngineCoreRequest]]:
@@ -208,7 +241,7 @@ def _places(config: Config, trained: Sequence[Task], evaluated: Sequence[Task]) 
 def _ends(stage: Stage) -> Checked:
     """Return whether each turn has an end-of-text token or a stop string at its end, or the largest length,
     and none before."""
-    rollouts, reasons, wrong = stage.rollouts, Counter[str](), list[str]()
+    rollouts, reasons, wrong = stage.rollouts, Counter[str](), list(wrong_ends(stage))
     if not isinstance(rollouts, Worker) or stage.config.environment.kind == choose.AGENT:
         return Checked(ENDS, "skipped", "the stop strings of agents and of replicas are not known here")
     for n, trajectory in enumerate(stage.episodes):
@@ -227,8 +260,29 @@ def _ends(stage: Stage) -> Checked:
             reasons[reason] += 1
             if reason not in ("end", "stop", "limit"):
                 wrong.append(f"episode {n}, turn {number} of {len(turn.token_ids)} tokens {reason}")
+        outcome = record.outcome or "truncated" if record is not None else trajectory.outcome
+        if trajectory.outcome not in {outcome, *FAILED}:
+            wrong.append(f"episode {n} has the outcome {trajectory.outcome}, not {outcome}")
     counts = ", ".join(f"{count} by {reason}" for reason, count in sorted(reasons.items()))
     return faultless(ENDS, wrong, f"turns: {counts}", REMEDY)
+
+
+def wrong_ends(stage: Stage) -> Iterator[str]:
+    """Yield which scripted episodes have another outcome than docs/environments.md names: their context is
+    full, or has no room for an observation; they go on; or the environment ends them."""
+    read = StepResult("the observation", 0.0, False, True)
+    done = [StepResult("", 0.0, True, True, outcome=outcome) for outcome in get_args(Outcome)]
+    rooms = [(TURN, None, "truncated"), (TURN + 1, read, "truncated"), (FAR, read, None)]
+    for room, result, needed in [*rooms, *((FAR, last, last.outcome) for last in done)]:
+        episode = Episode(stage.tasks[0], 0, Limits(FAR, FAR, FAR, FAR, False), stage.rollouts.tokenizer)
+        episode.start((Message("user", "the prompt"),), ())
+        episode.limits = replace(episode.limits, max_context=len(episode.context) + room)
+        turn = Finished("0", tuple(episode.context[:1] * TURN), (0.0,) * TURN, "stop", ((0, TURN),))
+        episode.add_turn(turn if result is not None else replace(turn, reason="length"))
+        if result is not None:
+            episode.answer(result)
+        if episode.outcome != needed:
+            yield f"with room for {room} tokens, an episode has the outcome {episode.outcome}, not {needed}"
 
 
 def ended(

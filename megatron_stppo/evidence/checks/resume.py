@@ -44,12 +44,13 @@ from megatron_stppo.observe.trajectory_log import read
 from megatron_stppo.training import loop
 from megatron_stppo.training.advantage import has_signal
 from megatron_stppo.training.colocated import Worker, engine_sync
+from megatron_stppo.training.rollouts import held_out_tasks
 from megatron_stppo.training.stages import advantages, distribute, score, update
 from megatron_stppo.weights.reshard.resharder import ReshardError
 
 RESUME, LOOP = "resume is exact", "the loop trains, serves and evaluates"
 HELD_OUT, SAMPLES = 3, 2  # tasks of an evaluation, and episodes of each
-OUTCOMES: tuple[Outcome, ...] = ("ok", "wrong", "error")  # planted in them
+OUTCOMES: tuple[Outcome, ...] = ("truncated", "ok", "error", "wrong", "timeout")  # planted in them
 GPU = ("actor/effective_lr", "actor/held")  # metrics of an update that are compared on a GPU
 NEAR = 0.25  # norm of the difference on a GPU, relative to that of the change by the update
 SAME = 0.5  # share of the episodes that begin with equal tokens on a GPU
@@ -194,6 +195,7 @@ class Looped:
     weights: list[list[Tensor]] = field(default_factory=list)  # the actor's, at the last two of them
     trained: list[Played] = field(default_factory=list)
     evaluated: Played | None = None
+    strange: bool = False  # whether the evaluation has other tasks than those of the configuration
     error: str = ""
 
     def __getattr__(self, name: str) -> Any:
@@ -245,6 +247,8 @@ class Looped:
     def play(self, tasks: Sequence[Task], samples: int, *given: Any) -> Played:
         if len(self.versions) < 3:
             raise Ended  # the engine may be asleep
+        held_out = held_out_tasks(self.stage.learner.config, shown=False).tasks
+        self.strange = tuple(tasks) != held_out
         played = self.stage.rollouts.play(tasks, samples, *given)
         played = rewarded(played, _rewards(played, self.start))
         every = [replace(s, outcome=OUTCOMES[n % len(OUTCOMES)]) for n, s in enumerate(played.every)]
@@ -288,14 +292,18 @@ class Looped:
     def _evaluation(self, row: dict[str, Any]) -> Iterator[str]:
         """Yield what is wrong in the metrics of the evaluation, or in its episodes."""
         played = self.evaluated.every if self.evaluated is not None else []
-        usable = [s for s in played if not (s.branch or s.overlong_prompt or s.outcome in FAILED)]
+        every = [s for s in played if not (s.branch or s.overlong_prompt)]
+        usable = [s for s in every if s.outcome not in FAILED]
         rewards, solved = [s.reward for s in usable], [s.outcome == "ok" for s in usable]
         means = {"reward": fmean(rewards or [0.0]), "exact_match": fmean(solved or [0.0])}
+        means["failed"] = len(every) - len(usable)
         yield from _unlike(row, {f"evaluate/{name}": mean for name, mean in means.items()})
         counts = set(Counter(s.group for s in played if not s.branch).values())
         served = {version for s in played for turn in s.turns for version, _ in turn.versions}
         if counts != {SAMPLES} or served - {self.versions[-1]}:
             yield f"evaluated: {counts} episodes of a task, not {SAMPLES}, by versions {served}"
+        if self.strange:
+            yield "evaluated: other tasks than the held-out ones (data.evaluate, evaluate.tasks)"
 
 
 def _unlike(row: dict[str, Any], needed: dict[str, float], near: float = 1e-6) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Checks that a reward arrives at the last action token of its turn, and at no other token, and the tokens of
 an episode at the ranks that train on it.
 
-Every turn gets a whole number of its own. What follows from rewards is for checks/advantages.py.
+Every turn gets a number of its own, with a sign and a fraction. A function that environment.reward names must
+get the turns of its episode and replace its reward. What follows from rewards is for checks/advantages.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,14 @@ import torch.distributed as dist
 from megatron_stppo.base.types import FAILED, DividedBatch, Summary, Trajectory
 from megatron_stppo.data.exchange import Played, deal
 from megatron_stppo.data.packing import rows_of, token_ids
-from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, first_wrong, of_every_rank
+from megatron_stppo.evidence.bench.stage import (
+    Checked,
+    Stage,
+    faultless,
+    first_wrong,
+    of_every_rank,
+    planted_reward,
+)
 from megatron_stppo.training.stages import distribute
 
 LAND = "rewards land"
@@ -26,7 +34,7 @@ T = TypeVar("T", Summary, Trajectory)
 def landing(stage: Stage) -> Iterator[Checked]:
     """Compare the rewards of the episodes, and of planted ones, with those of their tokens. Collective."""
     number = count(1)
-    rewards = [[float(next(number)) for _ in summary.turns] for summary in stage.played.every]
+    rewards = [[planted_reward(next(number)) for _ in summary.turns] for summary in stage.played.every]
     played = rewarded(stage.played, rewards)
     batch = distribute(stage.learner, played, 0)
     wrong, known = _credited(stage), sum(stage.record(n) is not None for n in range(len(stage.episodes)))
@@ -63,6 +71,9 @@ def _credited(stage: Stage) -> list[str]:
         record = stage.record(n)
         if record is None or trajectory.outcome in FAILED:
             continue
+        ignored = stage.config.environment.reward is not None and record.outcome and record.graded is None
+        if record.misgraded or ignored:
+            wrong.append(f"episode {n}: environment.reward {record.misgraded or 'is not called'}"[:200])
         unanswered = [0.0] * (len(trajectory.turns) - len(record.rewards))
         rewards = [turn.reward for turn in trajectory.turns]
         if rewards != [*record.rewards, *unanswered]:

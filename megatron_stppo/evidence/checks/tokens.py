@@ -7,12 +7,13 @@ with it: the policy may write a text with other tokens than the tokenizer does.
 """
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 from megatron_stppo.base.types import FAILED, Message, Turn
-from megatron_stppo.data.text.plain_text import beginning
+from megatron_stppo.data.text.plain_text import beginning, decode_plain, encode_plain
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, judged
@@ -23,7 +24,7 @@ from megatron_stppo.training.colocated import Worker
 TOKENS, TEMPLATE = "tokens are exact", "turns follow the chat template"
 PLACE = "verifyplace"  # stands for an answer of the policy
 TEXT = "\n\nIt is 21 km.\n  Go on: "
-ANSWER = 6  # tokens of a scripted answer
+ANSWER, CUT = 6, 24  # tokens of a scripted answer, and of an observation that is cut
 FAR = 10**7  # a limit that nothing reaches
 MERGED = 8  # tokens that a text may have more or less within a message
 Conversation = list[dict[str, Any]]
@@ -82,30 +83,30 @@ class _Reader:
                 context += turn.token_ids
                 text = record.observations[place] if place < len(record.observations) else ""
                 limit = self._limits.max_observation_tokens
-                read = self._encoded(beginning(self._tokenizer, text, limit + 1))
-                if turn.observation_ids and len(read) + self._frame <= limit:  # one that is longer was cut
-                    yield from self._observation(where, conversation, context, turn, text, stops)
+                if turn.observation_ids:
+                    yield from self._observation(where, conversation, context, turn, text, stops, limit)
                 context += turn.observation_ids
 
     def scripted(self) -> Iterator[str]:
         """Yield what is wrong in episodes of two turns, with answers and observations of this file.
 
-        Some of the texts contain control tokens, which must be read as text. The turns end with the
-        end-of-text token, with a stop string, or by their limit, which leaves the message open.
+        Some of the texts contain control tokens, which must be read as text, and some are cut. The turns end
+        with the end-of-text token, with a stop string, or by their limit, which leaves the message open.
         """
         special = TEXT + "".join(self._special.values()) + "."
-        for text in (TEXT, special):
+        cut = self._frame + CUT
+        for text, limit in ((TEXT, FAR), (special, FAR), (4 * TEXT, cut), (4 * TEXT + "</a>\n", cut)):
             for reason in ("end", "stop", "length"):
-                yield from self._script(text, reason)
+                yield from self._script(text, reason, limit)
 
-    def _script(self, text: str, reason: Reason) -> Iterator[str]:
+    def _script(self, text: str, reason: Reason, limit: int) -> Iterator[str]:
         task, draw = self._stage.tasks[0], random.Random(text + reason)
-        limits = Limits(FAR, FAR, FAR, FAR, self._limits.new_message)
+        limits = Limits(FAR, FAR, limit, FAR, self._limits.new_message)
         episode = Episode(task, 0, limits, self._tokenizer, self._ends)
         message, stops = Message("user", text), reason == "stop"
         episode.start((message,), ("x",) if stops else ())
         conversation, context = [message.as_dict()], list(episode.context)
-        if text == TEXT:
+        if not self._has_special(text):
             yield from self._prompt("a prompt of one message", conversation, context)
         else:
             yield from self._plain("a prompt of one message", context, conversation, text)
@@ -124,7 +125,7 @@ class _Reader:
             if (turn.token_ids, turn.rollout_logprob) != (ids, logprobs):
                 yield f"{where}: the turn has other tokens or log-probs than the engine returned"
             context += ids
-            yield from self._observation(where, conversation, context, turn, text, stops)
+            yield from self._observation(where, conversation, context, turn, text, stops, limit)
             context += turn.observation_ids
 
     def _prompt(self, where: str, conversation: Conversation, ids: Sequence[int]) -> Iterator[str]:
@@ -142,26 +143,36 @@ class _Reader:
         turn: Turn,
         text: str,
         stops: bool,
+        limit: int,
     ) -> Iterator[str]:
         """Yield what is wrong in the observation after a turn. context: the tokens up to the turn's end.
 
-        stops: whether the environment has stop strings. The conversation is continued, if the observation is
-        a message.
+        stops: whether the environment has stop strings. limit: of its tokens. The conversation is continued,
+        if the observation is a message.
         """
         self.observations += 1
-        ids = turn.observation_ids
-        if not self._limits.new_message or (stops and turn.token_ids[-1] not in self._ends):
+        ids, last = turn.observation_ids, turn.token_ids[-1]
+        if not self._limits.new_message or (stops and last not in self._ends):
+            text = self._cut(text, limit)
             read = self._decoded([*context, *ids])
             if not read.endswith(self._normal(text)):
                 yield f"{where}: is read as {read[-len(text) :][:60]!r}, and its text is {text[:60]!r}"
             if control := [self._special[i] for i in ids if i in self._special]:
                 yield f"{where}: has the control token {control[0]} of its text"
             return
-        conversation += [{"role": "assistant", "content": PLACE}, {"role": "user", "content": text}]
-        if self._has_special(text):
-            yield from self._plain(where, ids, conversation, text, turn.token_ids[-1])
-        else:
-            yield from self._compared(where, ids, self._after(conversation, turn.token_ids[-1]))
+        # the text's limit is known up to the tokens that it shares with its frame
+        rooms = sorted(range(2 * MERGED + 1), key=lambda n: abs(n - MERGED))
+        cuts = dict.fromkeys(self._cut(text, max(1, limit - self._frame + n)) for n in rooms)
+        conversation += [{"role": "assistant", "content": PLACE}, {}]
+        for shown in cuts:
+            conversation[-1] = {"role": "user", "content": shown}
+            if self._has_special(shown):
+                wrong = [*self._plain(where, ids, conversation, shown, last)]
+            else:
+                wrong = [*self._compared(where, ids, self._after(conversation, last))]
+            if not wrong:
+                return
+        yield wrong[0]
 
     def _plain(
         self, where: str, ids: Sequence[int], conversation: Conversation, text: str, last: int | None = None
@@ -173,6 +184,14 @@ class _Reader:
             yield f"{where}: has {own} control tokens, not {needed}: text became control tokens"
         if self._normal(text).strip() not in self._tokenizer.decode(list(ids), skip_special_tokens=False):
             yield f"{where}: its text is not in its tokens"
+
+    def _cut(self, text: str, limit: int) -> str:
+        """Return the beginning of a text that has too many tokens, with a closing tag at its end."""
+        ids = encode_plain(self._tokenizer, beginning(self._tokenizer, text, limit + 1))
+        closing = re.search(r"</[A-Za-z_]{1,32}>\s{0,8}\Z", text)
+        tag = encode_plain(self._tokenizer, closing[0]) if closing else []
+        tag = tag if len(tag) < limit else []
+        return text if len(ids) <= limit else decode_plain(self._tokenizer, ids[: limit - len(tag)] + tag)
 
     @cached_property
     def _frame(self) -> int:
