@@ -23,6 +23,7 @@ OVERRIDES = (
     "evaluate.temperature=0",
     "data.evaluate=evaluate.jsonl",
     "environment.max_turns=2",
+    "evaluate.tasks=3",
     "algorithm.preset=grpo",
     "rollout.samples_per_task=4",
     "rollout.resample=1",
@@ -99,6 +100,30 @@ PLANTS: dict[str, tuple[str, staged.Patch]] = {  # {mistake: (part of the line, 
     "the cursor returns to the start of an epoch": (
         "an epoch has 3 of 6 tasks",
         staged.mistaken("data.tasks:TaskCursor.restore", 'state["position"]', "0"),
+    ),
+    "one order for all epochs": (
+        "does not depend on the epoch",
+        staged.mistaken(ORDER, "{self._seed}/{self._epoch}", "{self._seed}"),
+    ),
+    "one order for all runs": (
+        "does not depend on run.seed",
+        staged.mistaken(ORDER, "{self._seed}/{self._epoch}", "{self._epoch}"),
+    ),
+    "each evaluation has other tasks": (
+        "evaluate.tasks: each evaluation has",
+        staged.mistaken("rollout.episodes.fitting:sample", "random.Random(SEED)", "random"),
+    ),
+    "evaluate.tasks is ignored": (
+        "4 tasks of data.evaluate are played, not 3",
+        staged.mistaken("rollout.episodes.fitting:sample", "count is None or", "True or"),
+    ),
+    "a full context is a wrong answer": (
+        "the outcome wrong, not truncated",
+        staged.mistaken("rollout.episodes.episode:Episode.add_turn", '"truncated"', '"wrong"'),
+    ),
+    "the environment names the outcome in vain": (
+        "the outcome wrong, not ok",
+        staged.mistaken("rollout.episodes.episode:Episode.answer", "(result.outcome,", '("wrong",'),
     ),
     "groups in the place of others get their tasks": (
         "not the 3 that follow",

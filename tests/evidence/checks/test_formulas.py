@@ -21,6 +21,7 @@ from tests.evidence.checks import bench
 from tests.ranks import run_ranks
 
 GRPO, LONG = {"preset": "grpo"}, {"overlong_from": 3, "overlong_to": 9}
+FAR = {"overlong_from": 300, "overlong_to": 900}
 TURN = GRPO | {"advantage": "group_turn", "gamma": 0.9}
 GAE = {"preset": "ppo", "gamma": 0.9, "lam": 0.8}
 OBSERVED = GAE | {"gae_observations": True, "truncated": "bootstrap"}
@@ -46,6 +47,8 @@ OF_ADVANTAGES: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     (GAE | {"gae_histories": "discounted"}, "algorithm.gae:later_steps", "- offsets[1:]", "- offsets[:-1]"),
     ({"preset": "sao"}, "algorithm.gae:of_length", "alpha * length_N", "length_N"),
     (GAE | LONG, "training.advantage:_shaped", "first is None", "first is not None"),
+    (GAE | FAR, "training.advantage:has_signal", "_shaped(batch, algorithm)", "batch"),
+    (GRPO | FAR, "training.advantage:has_signal", "_shaped(batch, algorithm)", "batch"),
     (GRPO | LONG, "training.advantage:with_overlong_penalty", "tokens_N)[episode_N]", "tokens_N)"),
     (GRPO, "training.advantage:_of_outcomes", "e(outcome_N, group_N", "e(outcome_N, 0 * group_N"),
     (GRPO, "algorithm.baselines:group_relative", "live_N & first_N", "live_N"),

@@ -155,10 +155,14 @@ OF_LOOP: dict[tuple[tuple[str, str, str], ...], tuple[str, ...]] = {
     ((TRAIN, "publish(version=done)", "publish(version=done) if done % 2 == 0 else None"),): (
         "are published",
     ),
-    ((TRAIN, "groups_of(played.every)", "0 * groups_of(played.every)"),): ("actor: weights",),
-    ((TRAIN, "log.write(done, played.own)", "log.write(done, played.own[::-1])"),): (
-        "the recorded episodes",
-    ),
+    (
+        (TRAIN, "groups_of(played.every)", "0 * groups_of(played.every)"),
+        (EVALUATE, "held_out.tasks, config", "held_out.tasks[::-1], config"),
+    ): ("actor: weights", "other tasks than the held-out ones"),
+    (
+        (TRAIN, "log.write(done, played.own)", "log.write(done, played.own[::-1])"),
+        (EVALUATE, 'counted["ok"] /', '(counted["ok"] + counted["truncated"]) /'),
+    ): ("the recorded episodes", "evaluate/exact_match is"),
     ((TRAIN, "observer.log(done, row)", "observer.log(iteration, row)"),): ("rows of the iterations",),
     ((TRAIN, "batch, iteration, hold", "batch, 0, hold"),): ("mismatch/current_mean_abs is nan",),
 }

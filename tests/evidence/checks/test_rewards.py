@@ -14,6 +14,7 @@ from megatron_stppo.rollout.episodes.episode import History
 from tests.evidence.checks import staged
 from tests.ranks import run_ranks
 
+CREDIT = "rollout.episodes.episode:History.credit"
 advantage: Any = import_module("megatron_stppo.training.advantage")
 
 
@@ -51,22 +52,35 @@ def for_the_turn_before(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(History, "credit", before)
 
 
+STEP = "environments.rewarded:Rewarded.step"
 PLANTS: Any = {
-    one.__name__: one
-    for one in (
-        one_token_late,
-        lost_before_an_observation,
-        for_the_turn_before,
-    )
+    **{one.__name__: one for one in (one_token_late, lost_before_an_observation, for_the_turn_before)},
+    "negative rewards become 0": staged.mistaken(CREDIT, "=reward", "=max(0.0, reward)"),
+    "rewards lose their signs": staged.mistaken(CREDIT, "=reward", "=abs(reward)"),
+    "rewards are whole numbers": staged.mistaken(
+        "environments.contract:_reward", "return number", "return float(round(number))"
+    ),
+    "a function adds to the reward": staged.mistaken(STEP, "d=reward", "d=self._last.reward + reward"),
+    "a function gets one turn less": staged.mistaken(STEP, "list(self._turns)", "self._turns[:-1]"),
+    "a function gets the first turn": staged.mistaken(STEP, "list(self._turns)", "self._turns[:1]"),
 }
+OWN = "def brief(task, turns, result): return {'reward': result.reward - 0.125 * len(turns), 'turns': 1}"
 
 
 def look(stage: Stage) -> Any:
-    return staged.findings(stage, landing, PLANTS)
+    make = stage.rollouts.make_environment
+    ignored = {
+        "a function is ignored": lambda mp: mp.setattr(
+            stage.rollouts, "make_environment", lambda: make()._environment
+        )
+    }
+    return staged.findings(stage, landing, PLANTS | ignored)
 
 
 def test_planted_faults_of_rewards_are_found_and_healthy_ones_are_not(tmp_path: Path) -> None:
     path = staged.write(tmp_path / "project")
-    (found,) = run_ranks(staged.run, 1, look, path, "rollout.samples_per_task=4", timeout=240)
-    assert found.pop("") == [] and found.keys() == PLANTS.keys()
+    (path.parent / "own.py").write_text(OWN)
+    overrides = ("rollout.samples_per_task=4", "environment.reward=own:brief")
+    (found,) = run_ranks(staged.run, 1, look, path, *overrides, timeout=240)
+    assert found.pop("") == [] and len(found) == len(PLANTS) + 1
     assert all(lines and lines[0].startswith("rewards land") for lines in found.values()), found

@@ -83,6 +83,12 @@ def control_tokens_of_observations(mp: pytest.MonkeyPatch) -> None:
     )
 
 
+CUT, KEPT = "rollout.episodes.episode:Episode._shortened", "ids[:kept] + tail[: limit - kept]"
+CUTS = {
+    "the end of an observation": staged.mistaken(CUT, KEPT, "ids[-kept:] + tail[: limit - kept]"),
+    "an observation without its tag": staged.mistaken(CUT, KEPT, "ids[:limit]"),
+    "half of an observation": staged.mistaken(CUT, KEPT, "ids[: kept // 2] + tail[: limit - kept]"),
+}
 OF_THE_ENGINE = (decoded_and_encoded_again, shifted_logprobs)
 OF_THE_TEMPLATE = (
     doubled_first_token,
@@ -99,7 +105,8 @@ def look(path: Path) -> Any:
     def of(stage: Stage) -> Any:
         of_text = staged.with_section(stage, "environment", after_end="text")
         name = control_tokens_of_observations.__name__
-        return staged.findings(stage, exact, every), staged.findings(of_text, exact, {name: every[name]})
+        of_text_alone = {name: every[name]} | CUTS
+        return staged.findings(stage, exact, every | CUTS), staged.findings(of_text, exact, of_text_alone)
 
     return staged.run(of, path)
 
@@ -114,3 +121,5 @@ def test_planted_faults_of_tokens_are_found_and_healthy_ones_are_not(tmp_path: P
         assert line.startswith("turns follow the chat template"), found
     (line,) = of_text["control_tokens_of_observations"]
     assert "control token" in line
+    for name in CUTS:
+        assert "a scripted observation" in found[name][0] and "a scripted observation" in of_text[name][0]
