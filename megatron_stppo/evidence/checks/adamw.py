@@ -6,7 +6,8 @@ here from all of them, each counted once, and so are the learning rate and the t
 
 Learning rate, decay, epsilon and the bound of the norm are replaced by larger or smaller ones, so that each
 has an effect above the rounding of a weight: with epsilon near the size of a gradient, the step depends on
-the gradient's scale, and the norm is twice its bound. A warm-up and a decay of 0 stay as configured.
+the gradient's scale, and the norm is twice its bound. A warm-up and a decay of 0 stay as configured. The
+steps are scaled as a correction or algorithm.rate does: the gradient before it is clipped.
 """
 
 import math
@@ -33,7 +34,8 @@ from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.weights.sharding.hf_names import ModelShape
 
 OPTIMIZER = "the optimizer is AdamW"
-STEPS, SAMPLED = 2, 2048  # steps; numbers of each tensor
+SCALES = ((2.0, 1.0), (0.25, 0.5))  # of each step: those of the gradient and of the rate
+SAMPLED = 2048  # numbers of each tensor
 RATE, DECAY = 1e-2, 10.0  # learning rate of the first step; weight decay, if there is one
 BOUND, EPSILON = 0.5, 0.3  # of the first norm: the bound; of the bounded gradient's root mean square: epsilon
 SHARE, ROUNDINGS = 1e-3, 4.0  # allowed: of a tensor's largest step, and roundings of a weight in float32
@@ -111,7 +113,7 @@ def compared(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank
     if abs(missing) > 0.5:
         problems.append(f"{missing:,.0f} of the numbers that are trained are not the optimizer's")
     bound = 0.0
-    for number in range(1, STEPS + 1):
+    for number, (scale, of_rate) in enumerate(SCALES, 1):
         _compute(trial, batch)
         norm, own = trainer.reduce(), norm_of(held)
         if not abs(norm - own) <= SHARE * own:
@@ -120,14 +122,15 @@ def compared(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank
             bound = BOUND * own
             _begin(trainer, held, bound)
         start = [tensor.want.clone() for tensor in held]
-        rate, factor = RATE * min(warmup, number), min(1.0, bound / own)
+        rate = RATE * min(warmup, number) * of_rate
+        factor = min(scale, bound / own)  # first scaled, then clipped
         for tensor in held:
             tensor.step(number, rate, factor, trainer)
-        trainer.step(norm)
+        trainer.step(norm, scale, of_rate)
         problems += _differences(held, start, number)
     problems += _unequal(counted, mesh)
     every = of_every_rank(problems)
-    measured = f"{STEPS} steps of {len(counted.parameters):,} tensors, bound of the norm {BOUND:g} x norm"
+    measured = f"{len(SCALES)} steps of {len(counted.parameters):,} tensors, bound {BOUND:g} x norm"
     text = "; ".join([measured, *every[:3]]) + f"; {len(every) - 3} more" * (len(every) > 3)
     return judged(f"{OPTIMIZER}: {role}", not every, text, REMEDY.format(role))
 

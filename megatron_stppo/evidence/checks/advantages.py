@@ -3,10 +3,13 @@
 Values, log-probs and rewards are random. Some episodes failed, are cut off, have no turns or several
 histories; in some tasks one episode lives, or none, or all have the same reward. Where all episodes have it,
 they differ by their penalties for length, if these are configured: their bounds are lengths of planted ones.
+The fields of the preset are compared with a table of the published algorithms.
 """
 
 import random
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 
@@ -14,15 +17,18 @@ import torch
 from torch import Tensor
 
 from megatron_stppo.algorithm.own import OwnAdvantage
+from megatron_stppo.algorithm.rate import StepMemory
 from megatron_stppo.base.types import FAILED, Branch, Outcome, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, to_batch
-from megatron_stppo.evidence.bench import defined_advantages
+from megatron_stppo.evidence.bench import defined_advantages, defined_presets
 from megatron_stppo.evidence.bench.defined_advantages import ExactEpisode, ExactToken, ExactTurn
 from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, first_wrong
-from megatron_stppo.training.advantage import estimate, has_signal
+from megatron_stppo.model.learner import Learner
+from megatron_stppo.training import stages
+from megatron_stppo.training.advantage import has_signal
 
-ADVANTAGES = "advantages are the formula"
+ADVANTAGES, PRESET = "advantages are the formula", "the preset is the published one"
 USUAL = 4.0  # a usual deviation that limits whitening
 EACH = 4  # episodes of a task
 # outcomes of the episodes of each task; None: an error before the first turn
@@ -38,12 +44,24 @@ FAR = 1e-4  # allowed, relative to the number or to 1
 
 def advantages(stage: Stage) -> Iterator[Checked]:
     """Compare advantages, returns and signals with the definition; equal on every rank."""
-    yield finding(stage.config.algorithm, stage.config.run.seed, stage.own.advantage)
+    yield preset(stage.config.algorithm.preset)
+    yield finding(replace(stage.learner, config=stage.config), stage.own.advantage)
 
 
-def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> Checked:
+def preset(name: str) -> Checked:
+    """Compare the fields of a preset with the table of the published algorithms."""
+    table = defined_presets.DEFAULTS | defined_presets.PRESETS[name] | {"preset": name}
+    fields = [(field, value, table.get(field)) for field, value in AlgorithmConfig(preset=name)]
+    wrong = [f"{field} is {value}, not {needed}" for field, value, needed in fields if value != needed]
+    remedy = f"algorithm.preset={name}: report this line; fields of the section override it meanwhile"
+    return faultless(PRESET, wrong, f"{len(fields)} fields of {name}", remedy, shown=3)
+
+
+def finding(learner: Learner, own: OwnAdvantage | None = None) -> Checked:
     """Return the line of planted episodes. own: algorithm.advantage, if it names a function."""
-    wrong, tokens = list[str](), 0
+    wrong, tokens, config, actor = list[str](), 0, learner.config, copy(learner.actor)
+    a, seed = config.algorithm, config.run.seed
+    assert actor is not None
     a = a if a.overlong_from is None else a.changed(overlong_from=3, overlong_to=9)
     penalty = {"kl_in": "reward", "kl_estimator": "k1", "kl_coefficient": max(0.1, a.kl_coefficient)}
     penalised = a.changed(**penalty)  # also where the run has no penalty, or a small one
@@ -57,7 +75,9 @@ def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> C
     for settings, equal, usual in cases:
         histories = planted(67, 3 * len(OUTCOMES), seed, equal)
         tokens += sum(len(history.token_ids) for history in histories)
-        for name, column, needed in compared(settings, histories, defined(histories, seed), usual, own):
+        actor.memory = StepMemory(deviation=usual, whitened=1)
+        case = replace(learner, config=config.changed(algorithm=settings), actor=actor)
+        for name, column, needed in compared(case, histories, defined(histories, seed), own):
             numbers = [] if column is None else column.tolist()
             wrong += first_wrong(f"{name}, usual deviation {usual:g}", numbers, needed, FAR)
     remedy = f"algorithm.advantage={a.advantage}: report this line; the advantages are not those of the docs"
@@ -65,15 +85,16 @@ def finding(a: AlgorithmConfig, seed: int, own: OwnAdvantage | None = None) -> C
 
 
 def compared(
-    a: AlgorithmConfig,
+    learner: Learner,
     histories: Sequence[Trajectory],
     episodes: Sequence[ExactEpisode],
-    usual: float,
     own: OwnAdvantage | None,
 ) -> Iterator[tuple[str, Tensor | None, list[float]]]:
     """Yield names of numbers, those of the trainer, and those of the definition."""
+    assert learner.actor is not None
+    a, usual = learner.config.algorithm, learner.actor.memory.deviation
     batch, group_N = scored(histories, episodes), groups_of([history.summary for history in histories])
-    out = estimate(batch, a, group_N, own, usual)
+    out = stages.advantages(learner, batch, group_N, own)
     of_user = None if own is None else partial(of_lists, own)
     deviation = defined_advantages.estimate(episodes, a, usual, of_user)
     acted = [token for turn in turns_of(episodes) for token in turn.acted]

@@ -7,9 +7,10 @@ that all steps of an iteration can be predicted: with the run's settings, and wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from statistics import fmean
 
 import torch
@@ -42,6 +43,7 @@ LOSS = "the loss is the formula"
 RATE = 1e-30  # moves no weight by a bit
 STILL = {"lr": RATE, "warmup_fraction": 0.0, "weight_decay": 0.0, "grad_clip": 1e30}
 DEVIATION = 2.0  # of the planted advantages
+LOOSE = 5.0  # a target of the KL that lets the rate rise
 
 
 def loss(stage: Stage) -> Iterator[Checked]:
@@ -80,7 +82,9 @@ def everything(a: AlgorithmConfig) -> AlgorithmConfig:
         more |= {"select_bound": 1e-12}  # the probabilities of random tokens change by little
     if a.clips and a.correction == "off":
         more |= {"correction": "logit"}
-    return a.changed(rate="kl" if a.rate == "constant" else a.rate, **more)
+    if a.rate != "open_loop":
+        more |= {"rate": "kl", "rate_kl": LOOSE}
+    return a.changed(**more)
 
 
 @dataclass(frozen=True)
@@ -173,14 +177,20 @@ class Iteration:
         yield from self._updated(rows)
 
     def _steered(self, ratios: StepRatios, weight_T: Tensor, to_old: float) -> Iterator[str]:
-        """Yield whether `rate: kl` reads another KL than to_old: the factor must change where the target is
-        half of it."""
-        trial, old = self.trial, self.memory.rate_scale
-        for share in (0.99, 1.01) if to_old > 0 else ():
-            a = trial.config.algorithm.changed(rate="kl", rate_kl=share * to_old / 2, old_policy="score")
-            factor = rate_scale(trial.trainer, ActorLoss(self.batch, weight_T, a, trial.head), ratios, 1, 2)
-            if factor != defined_loss.rate(a, 1, 2, old, to_old, 0.0):
-                yield f"with a limit at {share:g} of KL(old policy, policy) the rate's factor is {factor:.3g}"
+        """Yield where `rate: kl` does not follow its rule, with a KL of to_old near both limits, each of them
+        read by the step and from the update before."""
+        trainer, limits = self.trial.trainer, (0.49, 0.51, 1.99, 2.01) if to_old > 0 else ()
+        for share, rise, of in product(limits, ("step", "iteration"), ("score", "behaviour")):
+            rule = {"rate": "kl", "rate_kl": to_old / share, "rate_rise": rise, "old_policy": of}
+            a = self.trial.config.algorithm.changed(**rule)
+            loss = ActorLoss(self.batch, weight_T, a, self.trial.head)
+            for last, (index, steps) in product((0.012, 0.5, 0.8), ((0, 1), (0, 3), (1, 3), (2, 3))):
+                trainer.memory = StepMemory(last, to_old)
+                factor = rate_scale(trainer, loss, ratios, index, steps)
+                needed = defined_loss.rate(a, index, steps, last, to_old, to_old)
+                if not math.isclose(factor, needed):
+                    at = f"rate_rise={rise}, old_policy={of}, KL {share:g} x rate_kl, step {index} of {steps}"
+                    yield f"{at}: the rate's factor is {factor:.3g}, not {needed:.3g}"
 
     def _held(self, minibatch: Minibatch, weight_T: Tensor) -> tuple[StepRatios, dict[str, float], Tensor]:
         """Compute a step without applying it. Return its ratios and metrics, and COLUMNS of all ranks.
@@ -204,8 +214,10 @@ class Iteration:
 
     def _updated(self, rows: Sequence[dict[str, float]]) -> Iterator[str]:
         """Yield what differs after a whole update with steps that have these numbers. Collective."""
-        trainer, iteration = self.trial.trainer, self.trial.config.update.critic_only
-        trainer.memory = before = self.memory
+        trainer, before, iteration = self.trial.trainer, self.memory, self.trial.config.update.critic_only
+        norm, scaled = (rows[-1][f"actor/{name}"] for name in ("gradient_norm", "scaled_gradient_norm"))
+        bound = math.sqrt(norm * scaled)  # between the two: what is clipped first, then scaled, is smaller
+        trainer.memory, trainer.settings = before, trainer.settings.changed(grad_clip=bound or 1.0)
         row, ratios, _ = update(self.learner, self.batch, iteration, False, self.own)
         means = {name: fmean(numbers[name] for numbers in rows) for name in rows[0]}
         yield from self._numbers("of the update", row, means)
@@ -217,7 +229,7 @@ class Iteration:
         found |= {"KL after the update": after.kl_after, "usual deviation": after.deviation}
         found |= {f"rate of Adam's group {n}": g["lr"] for n, g in enumerate(trainer.optimizer.param_groups)}
         needed = dict.fromkeys(found, last["actor/effective_lr"]) | {
-            "norm of Adam's gradient": last["actor/scaled_gradient_norm"],
+            "norm of Adam's gradient": min(bound, scaled),
             "factor of the rate": last["actor/rate_scale"],
             "KL after the update": 0.0,
             "usual deviation": (before.deviation * before.whitened + DEVIATION) / (before.whitened + 1),

@@ -22,12 +22,15 @@ from megatron_stppo.evidence.bench.stage import (
     replaced,
     steady,
 )
+from megatron_stppo.evidence.checks.critic import of_folder
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.training.stages import score, update
 from megatron_stppo.training.update.actor_step import actor_step
+from megatron_stppo.weights.sharding.hf_names import read_shape
 
 FIRST, BEGINS = "the first ratio is 1", "the reference begins as the policy"
+OTHER = "the reference is that of its folder"
 STAYS, RATES = "the reference stays", "learning rates hold"
 LARGE = 1e-4  # learning rate of the steps that must not move the reference
 EPSILON = 1e-8  # of Adam
@@ -76,8 +79,12 @@ def reference(stage: Stage) -> Iterator[Checked]:
     config, learner, rollouts, actor = stage.config, _actor_alone(stage), stage.rollouts, stage.actor
     rollouts.load_for("score")
     policy_T, reference_T, scored = _logprobs(stage, learner)
-    if config.of_reference is not config or config.replays_rollout:
-        yield Checked(BEGINS, "skipped", "it is another model, or the policy has the engine's experts")
+    folder = config.model.reference_path
+    if folder is not None:
+        found = of_folder(learner, stage.learner.reference, folder, read_shape(folder))
+        yield judged(OTHER, *found, REMEDY)
+    elif config.replays_rollout:
+        yield Checked(BEGINS, "skipped", "the policy has the engine's experts")
     else:
         apart = float((policy_T - reference_T).abs().nan_to_num(torch.inf).max())
         text = f"{len(policy_T):,} tokens, largest difference of a log-prob {apart:.2g} (0 allowed)"

@@ -10,7 +10,7 @@ from tests.ranks import run_ranks
 
 WARM = {"warmup_fraction": 0.1}
 UPDATE = {"actor": WARM, "critic": WARM}
-BUGS = ("one_step_ahead", "norms_decay", "no_warmup", "norm_without_one", "skipped_tensor")
+BUGS = ("one_step_ahead", "norms_decay", "no_warmup", "norm_without_one", "skipped_tensor", "first_clipped")
 
 
 def test_adamw_holds_and_every_planted_bug_is_found(tmp_path: Path) -> None:

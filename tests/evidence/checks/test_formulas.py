@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.cluster.launch import process
-from megatron_stppo.config import AlgorithmConfig
+from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.evidence.bench import defined_advantages
 from megatron_stppo.evidence.bench.defined_advantages import ExactEpisode, ExactToken, ExactTurn
+from megatron_stppo.evidence.bench.stage import Checked
 from megatron_stppo.evidence.checks import advantages
+from megatron_stppo.model.learner import Learner
+from megatron_stppo.model.optimizer import Trainer
 from tests.evidence.checks import bench
 from tests.ranks import run_ranks
 
@@ -24,6 +28,7 @@ GRPO, LONG = {"preset": "grpo"}, {"overlong_from": 3, "overlong_to": 9}
 FAR = {"overlong_from": 300, "overlong_to": 900}
 TURN = GRPO | {"advantage": "group_turn", "gamma": 0.9}
 GAE = {"preset": "ppo", "gamma": 0.9, "lam": 0.8}
+OWN = GRPO | {"advantage": "recipe:centred"}
 OBSERVED = GAE | {"gae_observations": True, "truncated": "bootstrap"}
 TURNS = {"preset": "st_ppo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5}
 KL = {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1}
@@ -50,6 +55,8 @@ OF_ADVANTAGES: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     (GAE | FAR, "training.advantage:has_signal", "_shaped(batch, algorithm)", "batch"),
     (GRPO | FAR, "training.advantage:has_signal", "_shaped(batch, algorithm)", "batch"),
     (GRPO | LONG, "training.advantage:with_overlong_penalty", "tokens_N)[episode_N]", "tokens_N)"),
+    (GAE, "training.stages:advantages", "own, learner.usual_deviation", "own"),
+    (OWN, "training.stages:advantages", "group_N, own", "group_N, None"),
     (GRPO, "training.advantage:_of_outcomes", "e(outcome_N, group_N", "e(outcome_N, 0 * group_N"),
     (GRPO, "algorithm.baselines:group_relative", "live_N & first_N", "live_N"),
     (GRPO, "algorithm.baselines:group_relative", "counted_N.double()", "torch.ones(len(group_N)).double()"),
@@ -89,6 +96,12 @@ OF_LOSS: tuple[tuple[dict[str, Any], str, str, str], ...] = (
     ({"preset": "paper"}, STEP, "scale if on_gradient else 1.0,", "1.0,"),
     (TURNS, "model.optimizer:Trainer.step", "self.learning_rate * rate_scale", "self.learning_rate"),
     ({"preset": "kl"}, "algorithm.rate:kl", "given.kl > 2", "given.kl > 200"),
+    ({"preset": "kl"}, "algorithm.rate:kl", "given.target / 2", "given.target"),
+    ({"preset": "kl"}, "algorithm.rate:kl", "return min(max(factor, LOWEST), 1.0)", "return factor"),
+    (TURNS, "training.update.actor_step:rate_scale", "a.rate_rise, ", '"step", '),
+    (TURNS, "algorithm.rate:may_rise", "else steps - 1", "else steps - 2"),
+    ({"preset": "kl", "rate_rise": "iteration"}, "training.stages:update", "count = c", "count = 2 * c"),
+    ({"preset": "paper"}, "model.optimizer:Trainer.step", "norm *= gradient_scale", "pass"),
     ({"preset": "kl"}, "algorithm.rate:capped_kl", "k3(old_T, new_T)", "k3(new_T, old_T)"),
     (TURNS, "training.update.actor_step:rate_scale", "ratios.logprob_T, old_T,", "old_T, ratios.logprob_T,"),
     (TURNS, "training.stages:update", "hold, len(steps), count", "hold, 0, count"),
@@ -155,24 +168,39 @@ def test_mistakes_in_advantages_are_found(
     monkeypatch: pytest.MonkeyPatch, algorithm: Any, where: str, line: str, mistaken: str
 ) -> None:
     mistake(monkeypatch, where, line, mistaken)
-    assert advantages.finding(AlgorithmConfig(**algorithm), 1).verdict == "fails"
+    assert of_advantages(algorithm).verdict == "fails"
+
+
+def of_advantages(algorithm: dict[str, Any]) -> Checked:
+    """Return the line of a learner that has no models."""
+    config = Config.model_validate({"model": {"path": "model"}, "algorithm": algorithm})
+    none: Any = None
+    learner = Learner(config, none, none, [], object.__new__(Trainer), none, none, none, none)
+    return advantages.finding(learner, centred if config.algorithm.own_advantage else None)
+
+
+def centred(outcome: torch.Tensor, group: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    return outcome - outcome[counted].mean()
+
+
+def test_presets_are_the_published_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, fields in VARIANTS.items():
+        assert advantages.preset(name).verdict == "ok"
+        monkeypatch.setitem(fields, "aggregation", "turn_mean")
+        assert "aggregation is turn_mean" in advantages.preset(name).measured
 
 
 def test_healthy_advantages_give_no_alarm() -> None:
     of_presets = [{"preset": name} for name in VARIANTS]
     overlong = [GRPO | {"advantage": name} | LONG for name in ("group", "group_mean", "group_turn", "gigpo")]
     for algorithm in (*(plant[0] for plant in OF_ADVANTAGES), *of_presets, *overlong, OBSERVED):
-        row = advantages.finding(AlgorithmConfig(**algorithm), 2)
+        row = of_advantages(algorithm)
         assert row.verdict == "ok", (algorithm, row)
-    of_user = AlgorithmConfig(preset="grpo", advantage="recipe:centred")
-    row = advantages.finding(of_user, 1, lambda outcome, group, counted: outcome - outcome[counted].mean())
-    assert row.verdict == "ok", row
 
 
 def look(model: str, settings: Any, plants: Any, sections: dict[str, Any]) -> list[list[str]]:
     """Return the lines of the rows that fail, for each of the settings, and then for each plant."""
     process.prepare(engine=False)
-    from megatron_stppo.config import Config
     from megatron_stppo.evidence.checks import loss
     from megatron_stppo.parallel import groups
     from megatron_stppo.training.update.own import Own
@@ -186,7 +214,7 @@ def look(model: str, settings: Any, plants: Any, sections: dict[str, Any]) -> li
         with pytest.MonkeyPatch.context() as patch:
             mistake(patch, *plant) if plant else None
             rows = [
-                advantages.finding(config.algorithm, 1, own.advantage),
+                of_advantages(algorithm),
                 loss.finding(config, shape, mesh, own.loss),
             ]
         found.append([row.measured for row in rows if row.verdict == "fails"])

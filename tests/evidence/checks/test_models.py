@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from megatron_stppo.evidence.bench.stage import Stage
 from megatron_stppo.evidence.checks.adapters import ADDED, added
 from megatron_stppo.evidence.checks.critic import BEGINS as CRITIC_BEGINS
-from megatron_stppo.evidence.checks.critic import CAUSAL, FORMULA, OBSERVED, critic
-from megatron_stppo.evidence.checks.reference import BEGINS, RATES, STAYS, rates, reference
+from megatron_stppo.evidence.checks.critic import CAUSAL, FORMULA, OBSERVED, READ, critic
+from megatron_stppo.evidence.checks.reference import BEGINS, OTHER, RATES, STAYS, rates, reference
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer
 from megatron_stppo.model.token_model import TokenModel, ValueHead
@@ -77,32 +77,44 @@ value_of_the_token_before = staged.mistaken("training.stages:score", *VALUES_ONE
 alpha_over_the_root_of_the_rank = staged.mistaken(
     "model.adapters:Adapter.forward", "* self.scale", "* self.scale * self.a.shape[0] ** 0.5"
 )
-Plants = dict[Any, dict[str, tuple[Any, str]]]  # {check: {plant: (it, the line that finds it)}}
+HALF = "@ self.weight.float()", "* (torch.arange(hidden.shape[-1]) % 2) @ self.weight.float()"
+half_of_the_state = staged.mistaken("model.token_model:ValueHead.forward", *HALF)
+one_step_of_the_critic = staged.mistaken("training.stages:update", "range(config.update.critic_steps)", "[0]")
+Plants = dict[Any, dict[str, tuple[Any, list[str]]]]  # {check: {plant: (it, the lines that find it)}}
+
+
+def as_the_actor(stage: Stage, model: Any) -> staged.Patch:
+    """Return a plant: the embedding of a model is the actor's."""
+    own, of_actor = (next(chunks[0].parameters()) for chunks in (model, stage.learner.policy))
+    return lambda mp: mp.setattr(own, "data", of_actor.data)
 
 
 def of_models(stage: Stage) -> Plants:
-    def critic_begins_as_the_actor(mp: Patch) -> None:
-        own, of_actor = (next(stage.learner.trainers[r].chunks[0].parameters()) for r in ("critic", "actor"))
-        mp.setattr(own, "data", of_actor.data)
-
+    assert stage.learner.critic is not None
     return {
         critic: {
-            "another critic": (critic_begins_as_the_actor, CRITIC_BEGINS),
-            "clipped around the return": (clipped_around_the_return, FORMULA),
-            "value sees its token": (value_sees_its_token, CAUSAL),
-            "value of the token before": (value_of_the_token_before, OBSERVED),
+            "another critic": (as_the_actor(stage, stage.learner.critic.chunks), [CRITIC_BEGINS]),
+            "half of the state": (half_of_the_state, [READ]),
+            "critic_steps is ignored": (one_step_of_the_critic, [FORMULA]),
+            "clipped around the return": (clipped_around_the_return, [FORMULA]),
+            "value sees its token": (value_sees_its_token, [READ, CAUSAL]),
+            "value of the token before": (value_of_the_token_before, [OBSERVED]),
         },
-        rates: {"rate decays": (rate_decays, RATES)},
+        rates: {"rate decays": (rate_decays, [RATES])},
         # the last plant moves the reference
         reference: {
-            "another temperature": (reference_at_another_temperature, BEGINS),
-            "reference follows": (reference_follows, STAYS),
+            "another temperature": (reference_at_another_temperature, [BEGINS]),
+            "reference follows": (reference_follows, [STAYS]),
         },
     }
 
 
 def of_adapters(stage: Stage) -> Plants:
-    return {added: {"alpha / rank ** 0.5": (alpha_over_the_root_of_the_rank, ADDED)}}
+    another = as_the_actor(stage, stage.learner.reference)
+    return {
+        added: {"alpha / rank ** 0.5": (alpha_over_the_root_of_the_rank, [ADDED])},
+        reference: {"the policy in place of the teacher": (another, [OTHER])},
+    }
 
 
 def _look(path: Path, planted: Any, *overrides: str) -> Any:
@@ -112,7 +124,7 @@ def _look(path: Path, planted: Any, *overrides: str) -> Any:
             staged.findings(stage, check, {name: plant for name, (plant, _) in named.items()}, again=False)
             for check, named in plants.items()
         ]
-        lines = [{name: [line] for name, (_, line) in named.items()} for named in plants.values()]
+        lines = [{name: of for name, (_, of) in named.items()} for named in plants.values()]
         return found, lines, all(map(torch.equal, weights, stage.weights()))
 
     return staged.run(of, path, "algorithm.kl_coefficient=0.001", "environment.max_turns=2", *overrides)
@@ -121,8 +133,8 @@ def _look(path: Path, planted: Any, *overrides: str) -> Any:
 @pytest.mark.parametrize(
     ("planted", "overrides"),
     [
-        (of_models, ["model.critic_path=critic", "algorithm.gae_observations=true"]),
-        (of_adapters, ["model.lora.rank=4", "model.lora.alpha=16"]),
+        (of_models, ["model.critic_path=critic", "algorithm.gae_observations=true", "update.critic_steps=2"]),
+        (of_adapters, ["model.lora.rank=4", "model.lora.alpha=16", "model.reference_path=critic"]),
     ],
 )
 def test_healthy_models_pass_and_each_planted_mistake_is_found(
