@@ -79,7 +79,8 @@ def critic(stage: Stage) -> Iterator[Checked]:
         others = [_last_changed(t, learner.shape.vocab) for t in stage.played.own]
         other = score(learner, distribute(learner, replace(stage.played, own=others), 0))
         assert scored.value_T is not None and other.value_T is not None
-        yield _causal(stage, scored, other.value_T)
+        ends = scored.action_offsets
+        yield _same(stage, CAUSAL, scored.value_T, other.value_T, ends, "with other last tokens")
         if algorithm.gae_observations:
             yield _observed(stage, learner, scored)
         stage.rollouts.load_for("update")
@@ -159,12 +160,6 @@ def _last_changed(trajectory: Trajectory, vocab: int) -> Trajectory:
     *turns, last = trajectory.turns
     *ids, token = last.token_ids
     return replace(trajectory, turns=(*turns, replace(last, token_ids=(*ids, (token + 1) % vocab))))
-
-
-def _causal(stage: Stage, scored: ScoredBatch, other_T: Tensor) -> Checked:
-    """Return whether the values stay. other_T: those with other last tokens."""
-    assert scored.value_T is not None
-    return _same(stage, CAUSAL, scored.value_T, other_T, scored.action_offsets, "with other last tokens")
 
 
 def _observed(stage: Stage, learner: Learner, scored: ScoredBatch) -> Checked:
