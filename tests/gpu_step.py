@@ -23,10 +23,11 @@ def start() -> None:
     stand_in_gpu.install()
 
 
-def waits(
+def step(
     folder: str, parallel: dict[str, Any], rank: int, trajectories: int
-) -> dict[str, Counter[tuple[str, str]]]:
-    """Return {stage: how often the host waits in each place} of a step on one of two ranks.
+) -> tuple[dict[str, Counter[tuple[str, str]]], dict[str, int]]:
+    """Return {stage: how often the host waits in each place} and {stage: launches} of a step on one of two
+    ranks.
 
     The actor, the critic and the reference are those of an untrained model.
     """
@@ -61,7 +62,7 @@ def waits(
         }
     )
     stages.LEAST = IN_MICROBATCH  # one whole microbatch for actor/kl_after, however many trajectories
-    shape, found = read_shape(config.model.path), {}
+    shape, found, launches = read_shape(config.model.path), {}, {}
     one = trajectory(config, LENGTH)
     played = [replace(one, prompt_ids=(n, *one.prompt_ids[1:])) for n in range(trajectories)]
     # a pipeline stage asks the one before or after it for the shape of what it sends
@@ -70,8 +71,9 @@ def waits(
 
         def stage(name: str, call: Any) -> Any:
             gpu.waits.clear()
+            before = gpu.launches
             out = call()
-            found[name] = Counter(gpu.waits)
+            found[name], launches[name] = Counter(gpu.waits), gpu.launches - before
             return out
 
         learner = _learner(config, shape, mesh)
@@ -92,7 +94,7 @@ def waits(
         reshard = _reshard(learner)
         reshard.sync(0)
         stage("reshard", lambda: reshard.sync(1))
-    return found
+    return found, launches
 
 
 def every_way_to_wait() -> list[str]:

@@ -25,6 +25,7 @@ from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
@@ -46,9 +47,25 @@ GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 Made = TypeVar("Made")
 
 
+class Rotated(torch.autograd.Function):
+    """x cos + (x with exchanged halves) sin, where the first half of the sines is negative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return (x * cosine).add_(x.roll(x.shape[-1] // 2, -1).mul_(sine))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return (gradient * cosine).add_((gradient * sine).roll(gradient.shape[-1] // 2, -1)), None, None
+
+
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of each token's angles, [P, 1, R]; the first R of a head's D elements are rotated."""
+    """Cosines and sines of each token's angles, [P, 1, R]; the first R of a head's D elements are rotated.
+    The first half of the sines is negative."""
 
     cosine: Tensor
     sine: Tensor
@@ -57,15 +74,17 @@ class Rotation:
     def of(cls, angle: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Rotation:
         """angle: float32 [P, 1, R], the two halves of R being equal. dtype: of queries and keys, which are
         multiplied by `scale` too."""
-        return cls((angle.cos() * scale).to(dtype), (angle.sin() * scale).to(dtype))
+        first, second = angle.chunk(2, dim=-1)
+        sine = torch.cat((-first, second), dim=-1).sin()
+        return cls((angle.cos() * scale).to(dtype), (sine * scale).to(dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotate x [P, heads, D]: the pairs (x[i], x[i + R/2]) turn by the token's angle i."""
         rotated = self.cosine.shape[-1]
         if rotated < x.shape[-1]:
             return torch.cat((self(x[..., :rotated]), x[..., rotated:]), dim=-1)
-        first, second = x.chunk(2, dim=-1)
-        return x * self.cosine + torch.cat((-second, first), dim=-1) * self.sine
+        out: Tensor = Rotated.apply(x, self.cosine, self.sine)  # type: ignore[no-untyped-call]
+        return out
 
 
 @dataclass(frozen=True)

@@ -98,8 +98,8 @@ class Trainer:
             return True
         norm *= gradient_scale
         factor = gradient_scale * min(1.0, self.settings.grad_clip / (norm + 1e-6))
-        for gradient in self._gradients():
-            gradient.mul_(factor)
+        if gradients := list(self._gradients()):
+            torch._foreach_mul_(gradients, factor)
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * rate_scale
         self.optimizer.step_with_ready_grads()

@@ -116,7 +116,7 @@ class ActorLoss:
             loss = loss + a.kl_coefficient * kl_loss
         sizes = (out.bias_sq, out.grad_sq, out.logit_bias_sq, out.logit_grad_sq)
         record = [out.objective, kl_loss, entropy, out.kl_k3 * out.tokens, out.clipped, *sizes]
-        return loss, torch.stack([value.detach().double() for value in record])
+        return loss, torch.stack(record).detach().double()
 
     def bias_terms(self, tokens: ActionTokens) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
