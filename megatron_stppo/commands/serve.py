@@ -82,7 +82,7 @@ def serve(
         from megatron_stppo.training.colocated import build_engine
     end_normally()
     build = partial(build_engine, settings, process.dtype(settings), settings.replays_rollout)
-    start.serve(settings, start.Started(run, connection, notice, name), build)
+    start.serve(settings, run, connection, notice, name, build)
 
 
 def _open(run: Path, overrides: list[str] | None) -> Config:

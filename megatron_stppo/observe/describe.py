@@ -13,11 +13,6 @@ from megatron_stppo.base.types import Batch, Summary, UpdatedBatch, Versions
 from megatron_stppo.data.ledger import without_variance
 
 
-def outcomes(trajectories: Sequence[Summary]) -> Counter[str]:
-    """Return how many trajectories have each outcome."""
-    return Counter(t.outcome for t in trajectories)
-
-
 def mean_of(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each field over the rows that have it, the fields in the order of their first row.
 
@@ -56,7 +51,7 @@ def describe_rollouts(trajectories: Sequence[Summary], version: int) -> dict[str
     """
     histories = [t for t in trajectories if t.turns]
     played = [t for t in histories if t.branch == 0]
-    counted = outcomes([t for t in trajectories if t.branch == 0 and not t.overlong_prompt])
+    counted = Counter(t.outcome for t in trajectories if t.branch == 0 and not t.overlong_prompt)
     turns = [turn for t in histories for turn in t.turns]
     lengths = sorted(_response_tokens(histories)) or [0]
     staleness = [version - t.policy_version for t in histories] or [0]

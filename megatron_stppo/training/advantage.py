@@ -260,8 +260,8 @@ def with_observations(batch: BatchT) -> BatchT:
     }
     changed |= {name: getattr(batch, of_all) for name, of_all in OF_ALL.items() if hasattr(batch, name)}
     changed["action_index_T"] = own_R
-    for name in ("turn_offsets", "action_offsets"):
-        changed[name] = _rows_of(getattr(batch, name), acted_R, len(own_R))
+    ends = torch.cat([acted_R, acted_R.new_tensor([len(own_R)])])  # a slice begins at its first action token
+    changed |= {name: ends[getattr(batch, name)] for name in ("turn_offsets", "action_offsets")}
     return replace(batch, **changed)
 
 
@@ -279,8 +279,3 @@ def _positions(batch: Batch) -> Tensor:
     acted = batch.action_offsets.diff() > 0
     starts[acted] = batch.action_index_T[batch.action_offsets[:-1][acted]]
     return position[position >= starts.repeat_interleave(lengths)]
-
-
-def _rows_of(offsets: Tensor, acted_R: Tensor, total: int) -> Tensor:
-    """Convert offsets into T to offsets into R. A slice begins at its first action token."""
-    return torch.cat([acted_R, acted_R.new_tensor([total])])[offsets]

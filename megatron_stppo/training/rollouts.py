@@ -6,6 +6,7 @@ staleness 0 (`resampled`); replicas.trainer.served.Served has replicas for it.
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +23,7 @@ from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.ledger import Ledger, Terms, without_variance
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.offload import Phase
-from megatron_stppo.observe.describe import environment_metrics, outcomes, standard_error
+from megatron_stppo.observe.describe import environment_metrics, standard_error
 from megatron_stppo.observe.trajectory_log import TrajectoryLog
 from megatron_stppo.parallel.collectives import all_to_all, decode, encode, gather_records
 from megatron_stppo.rollout.episodes.collect import Progress, RolloutSettings
@@ -214,7 +215,7 @@ def evaluate_tasks(
         log.write(iteration, played.own)
     long = [t for t in every if t.overlong_prompt]  # the environment's prompt; that of the row was not
     every = [t for t in every if not t.overlong_prompt]
-    counted = outcomes(every)
+    counted = Counter(t.outcome for t in every)
     usable = [t for t in every if t.outcome not in FAILED]
     return {
         "evaluate/reward": statistics.fmean([t.reward for t in usable] or [0.0]),

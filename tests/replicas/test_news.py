@@ -26,8 +26,7 @@ from megatron_stppo.replicas.wire.messages import (
     Route,
     Stop,
 )
-from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
-from megatron_stppo.rollout.episodes.tool_wait import ToolWait
+from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost, ToolWait
 from tests.replicas.peers import connected, until
 from tests.rollout.vllm.tiny import Game, task
 

@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,9 +27,8 @@ from megatron_stppo.replicas.wire.keys import FOLDER, Connection
 from megatron_stppo.replicas.wire.measure import Activity
 from megatron_stppo.replicas.wire.messages import Hello, Route, limit_of, model_digest, process_name
 from megatron_stppo.replicas.wire.weights import Link
-from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
+from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost, ToolWait
 from megatron_stppo.rollout.episodes.play import OneVersion
-from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from megatron_stppo.rollout.vllm.engine import Engine
 from megatron_stppo.training.rollouts import rollout_settings
 from megatron_stppo.weights.sharding.hf_names import read_shape
@@ -39,31 +37,25 @@ from megatron_stppo.weights.sharding.low_rank import served_adapters
 ONE_VERSION: dict[str, OneVersion] = {"recompute": "", "drain": "turn", "complete": "episode"}
 
 
-@dataclass(frozen=True)
-class Started:
-    """How a replica was started.
-
-    Example: Started(Path("runs/first"), connection, notice, "replica-0").
-    """
-
-    run: Path  # the run's folder
-    connection: Connection
-    notice: PreemptionNotice
-    name: str  # "": host and process id
-
-
-def serve(config: Config, started: Started, build_engine: Callable[[], Engine]) -> None:
+def serve(
+    config: Config,
+    run: Path,
+    connection: Connection,
+    notice: PreemptionNotice,
+    name: str,
+    build_engine: Callable[[], Engine],
+) -> None:
     """Serve until the run ends, or until a signal ends the replica. Collective.
 
-    build_engine: called when the ranks are connected. Raises ConfigError if the trainer does not accept the
-    replica, or for an environment that is used wrongly; CannotServe and EngineFailure if the replica cannot
-    continue.
+    run: the run's folder. name: "": host and process id. build_engine: called when the ranks are connected.
+    Raises ConfigError if the trainer does not accept the replica, or for an environment that is used wrongly;
+    CannotServe and EngineFailure if the replica cannot continue.
     """
-    process.join(config.timeout, is_alone=is_loopback(started.connection.host))
-    rank, run = dist.get_rank(), started.run
+    process.join(config.timeout, is_alone=is_loopback(connection.host))
+    rank = dist.get_rank()
     # the characters of the host's name that a file's name may have
     default = re.sub(r"[^A-Za-z0-9_.-]", "-", process_name(os.getpid())).lstrip(".")[-64:]
-    name = broadcast_bytes((started.name or default).encode() if rank == 0 else None, 0).decode()
+    name = broadcast_bytes((name or default).encode() if rank == 0 else None, 0).decode()
     process.log_to(run, rank, f"{name}-")
     deadlines = config.deadline_by_phase
     with Watchdog(run / FOLDER / name, deadlines, rank, dist.get_world_size()) as watchdog:
@@ -83,7 +75,7 @@ def serve(config: Config, started: Started, build_engine: Callable[[], Engine]) 
 
         if rank:
             return play(None)
-        with first_rank(config, started, name, engine, make_environment) as first:
+        with first_rank(config, connection, notice, name, engine, make_environment) as first:
             play(first)
 
 
@@ -100,7 +92,8 @@ def _serve(replica: Replica, engine: Engine) -> None:
 @contextmanager
 def first_rank(
     config: Config,
-    started: Started,
+    connection: Connection,
+    notice: PreemptionNotice,
     name: str,
     engine: Engine,
     make_environment: Callable[[], AnyEnvironment],
@@ -108,7 +101,7 @@ def first_rank(
     """Connect to the trainer, and start the thread of the environments."""
     activity, e = Activity(), config.environment
     limit = limit_of(config, read_shape(config.model.path))
-    dialer = Dialer(started.connection, limit, lambda: activity.counters)
+    dialer = Dialer(connection, limit, lambda: activity.counters)
     try:
         with EnvironmentHost(
             make_environment,
@@ -137,7 +130,7 @@ def first_rank(
                 records=not config.replays_rollout,
                 drain=config.serving.update == "drain",
                 awaits_answers=not config.rollout.overlap_tools,
-                asked_to_leave=lambda: started.notice.reason,
+                asked_to_leave=lambda: notice.reason,
             )
     finally:
         dialer.close()

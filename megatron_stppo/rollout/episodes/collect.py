@@ -31,10 +31,16 @@ from megatron_stppo.parallel.collectives import (
     raise_together,
     refused_together,
 )
-from megatron_stppo.rollout.episodes.environment_host import Answer, EnvironmentHost
+from megatron_stppo.rollout.episodes.environment_host import (
+    BEGINS,
+    LONGEST,
+    Answer,
+    EnvironmentHost,
+    ToolWait,
+    gave_up,
+)
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.play import Player
-from megatron_stppo.rollout.episodes.tool_wait import BEGINS, LONGEST, ToolWait, gave_up
 from megatron_stppo.rollout.vllm.generation import EngineFailure, RolloutError
 
 if TYPE_CHECKING:

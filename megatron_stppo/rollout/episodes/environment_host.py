@@ -3,7 +3,7 @@
 At most `concurrency` calls run at a time. Each has `deadline` seconds from its start. Any exception of an
 environment, such as SystemExit, or a missed deadline becomes the outcome of its episode; it is logged and
 does not stop the other episodes. So does a value that cannot be used (environments/contract.py). After
-ToolAway, however, the call is repeated (tool_wait.py), each time with a new deadline. An object that is not
+ToolAway, however, the call is repeated (ToolWait), each time with a new deadline. An object that is not
 an environment ends the run.
 The host runs on the group's first rank only. Its answers are plain data, which is broadcast to the other
 ranks.
@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import TypeVar
 
 from megatron_stppo.base.errors import Abandoned, ToolsStayAway
 from megatron_stppo.base.printing import one_line
@@ -37,7 +38,6 @@ from megatron_stppo.environments.base import (
     ToolAway,
 )
 from megatron_stppo.rollout.episodes.failures import FailureLines, coroutines_of, described, text_of
-from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 from megatron_stppo.rollout.vllm.generation import RolloutError
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,9 @@ BEAT = 0.5  # seconds between signs of life of the event loop
 CLOSING = 2.0  # seconds that environments get to close if their episodes are abandoned
 # Seconds until an environment that computes lets the engine's thread go on after the GPU; Python's: 0.005
 SWITCH = 0.0005
+FIRST, LONGEST = 0.5, 5.0  # seconds between two attempts of a call; doubled each time, up to LONGEST
+BEGINS = "%stools do not answer: %s; waiting for up to %.0f s (environment.tool_wait)"
+T = TypeVar("T")
 PATIENCE = 10.0  # seconds; an event loop without a sign of life for deadline + PATIENCE counts as blocked
 
 
@@ -284,3 +287,72 @@ class EnvironmentHost:
         while True:
             self._beat = time.monotonic()
             await asyncio.sleep(BEAT)
+
+
+class ToolWait:
+    """Repetition of the environment calls of one rollout, for `patience` seconds over all waits.
+
+    A wait begins when a call raises ToolAway while no other call waits. It ends when a waiting call returns.
+    Each of the two logs one warning. An instance belongs to one event loop.
+    Example: with patience=600, tools are away for 8 minutes and later for 3 minutes. The rollout gives up 2
+    minutes into the second wait.
+    """
+
+    def __init__(self, patience: float, where: str = "") -> None:
+        """where: the prefix of the warnings, such as "rank 4: "."""
+        self._patience, self._where = patience, where
+        self._waiting = 0  # calls
+        self._since: float | None = None  # monotonic time; None outside a wait
+        self._spent = 0.0  # seconds, over the waits that have ended
+        self.gave_up = ""  # the reason for giving up, in one line; empty before
+
+    def renew(self) -> None:
+        """Begin a new rollout: waits that have ended no longer count. May be called by any thread."""
+        self._spent = 0.0
+
+    async def call(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of attempt(), which is called again while it raises ToolAway.
+
+        Raises ToolAway when the patience is spent. Other exceptions of attempt() are passed on.
+        """
+        pause, waits = FIRST, False
+        try:
+            while True:
+                try:
+                    result = await attempt()
+                    if waits:
+                        self._end(f"{self._where}tools answer again after %.0f s")
+                    return result
+                except ToolAway as away:
+                    self._begin(str(away))
+                    self._waiting, waits = self._waiting + (not waits), True
+                    if (left := self._left()) <= 0:
+                        self.gave_up = self.gave_up or gave_up(self._patience, str(away))
+                        raise
+                await asyncio.sleep(min(pause, left))
+                pause = min(2 * pause, LONGEST)
+        finally:
+            self._waiting -= waits
+            if waits and not self._waiting:
+                self._end("")  # the last waiting call failed for another reason
+
+    def _begin(self, why: str) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+            if (left := self._left()) > 0:
+                log.warning(BEGINS, self._where, why, left)
+
+    def _end(self, text: str) -> None:
+        if self._since is not None:
+            seconds, self._since = time.monotonic() - self._since, None
+            self._spent += seconds
+            if text:
+                log.warning(text, seconds)
+
+    def _left(self) -> float:
+        now = time.monotonic()
+        return self._patience - self._spent - (now - (self._since or now))
+
+
+def gave_up(patience: float, why: str) -> str:
+    return f"tools did not answer for {patience:g} s (environment.tool_wait): {why}"

@@ -27,7 +27,6 @@ CALLERS = (
     "agents/endpoint/environment.py",
     "environments/contract.py",
     "rollout/episodes/environment_host.py",
-    "rollout/episodes/tool_wait.py",
 )
 log = logging.getLogger(__name__)
 
@@ -53,34 +52,33 @@ class FailureLimit:
         counted, unless no episode was played. Raises TooManyFailures, which names the counts, the
         configuration field and the first failure, and has the trajectories of this rank.
         """
-        try:
-            self._check(played)
-        except TooManyFailures as error:
+        if fault := self._fault(played):
+            error = TooManyFailures(fault)
             error.own = own
-            raise
+            raise error
 
-    def _check(self, played: Sequence[Summary]) -> None:
+    def _fault(self, played: Sequence[Summary]) -> str:
+        """Count the failures. Return why there are too many, or ""."""
         episodes = [t for t in played if t.branch == 0]  # an episode counts once
         played = [t for t in episodes if not t.overlong_prompt]
         if episodes and not played:
-            raise TooManyFailures(
-                f"all {len(episodes)} prompts are too long; the first: {_reason(episodes[0])}"
-            )
+            return f"all {len(episodes)} prompts are too long; the first: {_reason(episodes[0])}"
         failed = [t for t in played if t.outcome in FAILED]
         if len(failed) > self._rate * len(played):
-            self._end(len(failed), len(played), "episodes failed", failed)
+            return self._share(len(failed), len(played), "episodes failed", failed)
         used = [t for t in played if t.tool_calls]
         self._used += len(used)
         self._failed += sum(t.outcome in FAILED for t in used)
         if self._used < ENOUGH:
-            return
+            return ""
         if self._failed > self._rate * self._used:
-            self._end(self._failed, self._used, "episodes that called a tool failed", failed)
+            return self._share(self._failed, self._used, "episodes that called a tool failed", failed)
         self._failed = self._used = 0
+        return ""
 
-    def _end(self, count: int, of: int, what: str, failed: Sequence[Summary]) -> None:
+    def _share(self, count: int, of: int, what: str, failed: Sequence[Summary]) -> str:
         first = f"; the first: {_reason(failed[0])}" if failed else ""
-        raise TooManyFailures(
+        return (
             f"{count} of {of} {what} ({count / of:.0%}), more than "
             f"environment.max_failure_rate={self._rate:g} allows{first}"
         )

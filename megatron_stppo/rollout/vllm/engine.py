@@ -353,12 +353,9 @@ class Engine:
         """Whether vLLM has begun steps whose tokens it has not returned; never on a CPU (see _drain)."""
         return bool(self._core.engine_core.batch_queue)
 
-    def _synchronised(self) -> int:
-        """Return the published version.
-
-        Raises RolloutError if the engine is asleep or was not refreshed for that version. Exceptions of
-        `published` are passed on.
-        """
+    def _synchronised(self) -> None:
+        """Raise RolloutError if the engine is asleep or was not refreshed for the published version.
+        Exceptions of `published` are passed on."""
         version = self.published()
         if self._asleep:
             raise RolloutError("the engine is asleep; wake it before generating")
@@ -367,7 +364,6 @@ class Engine:
                 f"weights of version {version} are published but the engine was refreshed for "
                 f"{self._version}; call refresh() after each sync, or the prefix cache serves old weights"
             )
-        return version
 
 
 def _never_published() -> int:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -46,15 +45,13 @@ def value_loss(
     """Return the loss of a step, for forward_backward: its records are the micro-batches' shares [1]."""
     live_T = batch.live_T & chosen_tokens(batch, chosen)
     weight_T = live_T.float() / live_T.sum().clamp(min=1)
-    return partial(_loss, batch=batch, weight_T=weight_T, value_clip=value_clip)
 
+    def loss(value_T: Tensor, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        assert batch.value_T is not None and batch.return_T is not None
+        old_T, return_T, weight = (
+            to_device(x[microbatch.rows_T], value_T.device) for x in (batch.value_T, batch.return_T, weight_T)
+        )
+        loss = weighted_sum(clipped_value_loss(value_T, old_T, return_T, value_clip), weight)
+        return loss, loss.detach().reshape(1)
 
-def _loss(
-    value_T: Tensor, microbatch: Microbatch, batch: EstimatedBatch, weight_T: Tensor, value_clip: float
-) -> tuple[Tensor, Tensor]:
-    assert batch.value_T is not None and batch.return_T is not None
-    old_T, return_T, weight = (
-        to_device(x[microbatch.rows_T], value_T.device) for x in (batch.value_T, batch.return_T, weight_T)
-    )
-    loss = weighted_sum(clipped_value_loss(value_T, old_T, return_T, value_clip), weight)
-    return loss, loss.detach().reshape(1)
+    return loss

@@ -43,10 +43,6 @@ class SyncReport:
     checksum: int  # sum of these checksums; equal for equal weights under equal layouts
 
 
-def nothing(bucket: int) -> None:
-    """Do nothing. The default of `on_bucket`."""
-
-
 class Resharder:
     """Writes the trainer's parameters into the engine's parameters, in place.
 
@@ -78,7 +74,7 @@ class Resharder:
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
         ranks_per_node: int = 8,
-        on_bucket: Callable[[int], None] = nothing,
+        on_bucket: Callable[[int], None] = lambda bucket: None,
         over_host: bool = False,
     ) -> None:
         self._group, self._rank = group, dist.get_rank(group)

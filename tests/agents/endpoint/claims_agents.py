@@ -205,7 +205,7 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
             await asyncio.sleep(60)
         if kind == "gives up":
             leave(world, episode)
-            (session,) = (s for s in world.endpoint._sessions.values() if s.token == episode.api_key)
+            (session,) = (s for s in world.endpoint.sessions.values() if s.token == episode.api_key)
             while not session.asked:  # the loop of the episodes is busy, so the request is not taken
                 time.sleep(0.01)
             time.sleep(0.2)
@@ -272,7 +272,7 @@ def test_failures_of_an_agent_are_outcomes_of_its_episode(world: World) -> None:
             played.outcome,
             played.detail,
         )
-    assert not [name for name in world.endpoint._sessions], "every door is shut"
+    assert not [name for name in world.endpoint.sessions], "every door is shut"
 
 
 def test_requests_that_are_refused_are_logged_once_per_kind_with_the_reason(world: World) -> None:

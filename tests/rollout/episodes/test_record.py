@@ -55,9 +55,8 @@ def play(
 ) -> Any:
     """Play greedily for some engine steps. Return (trajectories, records of what is in progress, tokens that
     were generated)."""
-    from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
+    from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost, ToolWait
     from megatron_stppo.rollout.episodes.play import Player
-    from megatron_stppo.rollout.episodes.tool_wait import ToolWait
 
     done: dict[int, Trajectory] = {}
     with EnvironmentHost(environment, concurrency=8, deadline=5, tools=ToolWait(0)) as host:

@@ -14,10 +14,9 @@ from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import Config, ConfigError, EnvironmentConfig
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult, ToolAway
-from megatron_stppo.rollout.episodes import collect, tool_wait
+from megatron_stppo.rollout.episodes import collect, environment_host
 from megatron_stppo.rollout.episodes.collect import open_together
-from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost
-from megatron_stppo.rollout.episodes.tool_wait import ToolWait
+from megatron_stppo.rollout.episodes.environment_host import EnvironmentHost, ToolWait
 from tests.ranks import run_ranks
 from tests.rollout.vllm.tiny import Game, task
 
@@ -48,8 +47,8 @@ class Asking(Game):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tool_wait, "FIRST", 0.05)
-    monkeypatch.setattr(tool_wait, "LONGEST", 0.1)
+    monkeypatch.setattr(environment_host, "FIRST", 0.05)
+    monkeypatch.setattr(environment_host, "LONGEST", 0.1)
 
 
 def test_calls_are_repeated_until_the_tool_answers_and_the_wait_prints_two_lines(
