@@ -28,10 +28,9 @@ from megatron_stppo.base.errors import CheckpointError
 from megatron_stppo.checkpoint import loading
 from megatron_stppo.checkpoint import step_folder as steps
 from megatron_stppo.checkpoint.contents import saved_tensors
-from megatron_stppo.checkpoint.fit import made_of
-from megatron_stppo.checkpoint.host_copy import HostCopy
+from megatron_stppo.checkpoint.loading import made_of
 from megatron_stppo.checkpoint.step_folder import Manifest
-from megatron_stppo.checkpoint.writer import Save
+from megatron_stppo.checkpoint.writer import HostCopy, Save
 from megatron_stppo.config import Config
 from megatron_stppo.data.text.tokenizer_files import digests
 from megatron_stppo.model.optimizer import Trainer, not_finite

@@ -1,7 +1,7 @@
 """The modules of the models' layers: TransformerEngine's, or megatron's local modules with packed attention.
 
 The two differ in their kernels and in the names of the norms' weights. A checkpoint can only be resumed
-with the layers that wrote it (checkpoint/fit.py). Hugging Face folders work with both.
+with the layers that wrote it (checkpoint/loading.py). Hugging Face folders work with both.
 """
 
 import pkgutil

@@ -18,9 +18,8 @@ from megatron_stppo.model.pipeline import packer_of
 from megatron_stppo.parallel import groups
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.assumptions import H100, Gpu, communicator
-from megatron_stppo.plan.exchange import ReshardCost, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.memory import RankModels
-from megatron_stppo.plan.times import Bounds, bounds
+from megatron_stppo.plan.times import Bounds, ReshardCost, bounds, exchange, layers_to_plan, shard_bytes
 from megatron_stppo.plan.usage import EngineUse, HostUse, StageUse, TrainingUse, broken
 from megatron_stppo.plan.work import (
     Kind,

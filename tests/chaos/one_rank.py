@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_stppo.base.errors import CheckpointError
-from megatron_stppo.checkpoint import contents, host_copy, loading, saving, writer
+from megatron_stppo.checkpoint import contents, loading, saving, writer
 from megatron_stppo.checkpoint import step_folder as steps
-from megatron_stppo.checkpoint.host_copy import HostCopy
+from megatron_stppo.checkpoint.writer import HostCopy
 from megatron_stppo.config import Config
 from megatron_stppo.model import build
 from megatron_stppo.model.optimizer import Trainer
@@ -126,7 +126,7 @@ def not_planned(root: Path, model: Path) -> None:
         raise ValueError("a.weight has a gap")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copy, "check_coverage", find)
+        patch.setattr(writer, "check_coverage", find)
         with pytest.raises(RuntimeError, match=r"a save cannot be planned: a\.weight has a gap"):
             saver.save(1, trainers, {"iteration": 1})
     assert steps.published(root / "not_planned") == []

@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_field(ru
 
 
 def refuse() -> list[str]:
-    from megatron_stppo.checkpoint.fit import check_distributed, check_experts, check_layers, layers_of
+    from megatron_stppo.checkpoint.loading import check_distributed, check_experts, check_layers, layers_of
 
     local, fused = torch.nn.Module(), torch.nn.Module()
     fused.linear_qkv = torch.nn.Module()

@@ -128,7 +128,7 @@ def run(config: Any, measure: Any) -> dict[str, Any]:
     from dataclasses import replace
 
     from megatron_stppo.checkpoint.contents import saved_tensors
-    from megatron_stppo.checkpoint.host_copy import HostCopy
+    from megatron_stppo.checkpoint.writer import HostCopy
     from megatron_stppo.data.packing import to_batch
     from megatron_stppo.model import build
     from megatron_stppo.model.pipeline import logprobs, packer_of

@@ -16,9 +16,8 @@ from megatron_stppo.replicas.trainer.expected import Expected
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
-from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.ends import Dialer, Listener
 from megatron_stppo.replicas.wire.episodes import Done
-from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.messages import FromTrainer, Hello, Moved, Play, Ready, Receive, Trained
 from tests.replicas.peers import until
 

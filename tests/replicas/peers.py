@@ -14,9 +14,8 @@ import pytest
 
 from megatron_stppo.replicas.wire import channel as channel_file
 from megatron_stppo.replicas.wire.channel import LENGTH, Channel, authenticate
-from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.ends import Dialer, Listener
 from megatron_stppo.replicas.wire.keys import Connection
-from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.measure import Counters
 from megatron_stppo.replicas.wire.messages import Ready, pack
 

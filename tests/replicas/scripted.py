@@ -15,7 +15,7 @@ from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.cluster.launch.rendezvous import host_store
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.wire import keys
-from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.ends import Listener
 from megatron_stppo.replicas.wire.messages import (
     MOST_BYTES,
     Announce,

@@ -21,8 +21,7 @@ from megatron_stppo.config import (
     ModelConfig,
     RolloutConfig,
 )
-from megatron_stppo.replicas.wire.dialer import Dialer
-from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.ends import Dialer, Listener
 from megatron_stppo.replicas.wire.measure import Counters
 from megatron_stppo.replicas.wire.messages import (
     Alive,

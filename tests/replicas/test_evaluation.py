@@ -20,7 +20,7 @@ from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.ledger import Terms
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
-from megatron_stppo.replicas.trainer import sender, served
+from megatron_stppo.replicas.trainer import served
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.wire.episodes import decode_episodes
@@ -106,7 +106,7 @@ def finish(replica: ScriptedReplica, play: FromTrainer, version: int) -> None:
 def test_no_weights_are_sent_before_an_evaluation_has_ended_also_when_a_replica_dies_and_another_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sender.Link, "from_trainer", lambda _, route, *__: NoLink(route))
+    monkeypatch.setattr(served.Link, "from_trainer", lambda _, route, *__: NoLink(route))
     results: list[Played] = []
     with trainer(version=-1) as (t, connect), serving(t, tmp_path) as rollouts:
 

@@ -25,11 +25,10 @@ import pytest
 
 from megatron_stppo.base.types import Task, Trajectory
 from megatron_stppo.replicas.wire import channel as channel_file
-from megatron_stppo.replicas.wire import listener as listener_file
+from megatron_stppo.replicas.wire import ends as listener_file
 from megatron_stppo.replicas.wire.channel import LENGTH, NONCE, PROOF, Channel, authenticate
-from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.ends import Dialer, Listener
 from megatron_stppo.replicas.wire.keys import Connection
-from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.measure import Counters
 from megatron_stppo.replicas.wire.messages import (
     Alive,

@@ -14,7 +14,7 @@ from megatron_stppo.base.errors import ToolsStayAway
 from megatron_stppo.environments.base import StepResult, ToolAway
 from megatron_stppo.replicas.replica.news import End, NewsSource
 from megatron_stppo.replicas.wire.channel import Channel
-from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.ends import Listener
 from megatron_stppo.replicas.wire.measure import Activity
 from megatron_stppo.replicas.wire.messages import (
     Announce,

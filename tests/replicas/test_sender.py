@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_stppo.replicas.trainer.sender import Sender
+from megatron_stppo.replicas.trainer.served import Sender
 from megatron_stppo.replicas.wire.messages import Receive, Route
 from megatron_stppo.replicas.wire.weights import Link, LinkLost
 from tests.ranks import run_ranks

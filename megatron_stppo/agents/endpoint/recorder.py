@@ -27,8 +27,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.tool_parsers import ToolParser
 
 from megatron_stppo.agents.protocols.body import Refusal
-from megatron_stppo.agents.protocols.chat_messages import AssistantTurn, compared, template_messages
-from megatron_stppo.agents.protocols.exchange import Ask, Reply
+from megatron_stppo.agents.protocols.exchange import Ask, AssistantTurn, Reply, compared, template_messages
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.text.conversation import encode_after, encode_conversation
 from megatron_stppo.data.text.plain_text import beginning, decode_plain, encode_plain

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_stppo.agents.protocols.body import Refusal, fields, listed, objects, text_of, texts, unsupported
-from megatron_stppo.agents.protocols.chat_messages import AssistantTurn, function_call
-from megatron_stppo.agents.protocols.exchange import Ask, Json, Reply, event
+from megatron_stppo.agents.protocols.exchange import Ask, AssistantTurn, Json, Reply, event, function_call
 from megatron_stppo.agents.protocols.openai_chat import tool_choice, translated
 
 ACCEPTED = frozenset(

@@ -25,8 +25,14 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.exceptions import VLLMValidationError
 
 from megatron_stppo.agents.protocols.body import Refusal, fields, listed
-from megatron_stppo.agents.protocols.chat_messages import check_calls, compared, template_messages
-from megatron_stppo.agents.protocols.exchange import Ask, Json, Reply
+from megatron_stppo.agents.protocols.exchange import (
+    Ask,
+    Json,
+    Reply,
+    check_calls,
+    compared,
+    template_messages,
+)
 
 BOTH = frozenset(
     "max_tokens stop include_stop_str_in_output stream stream_options logprobs return_token_ids".split()

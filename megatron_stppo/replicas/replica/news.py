@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.ends import Dialer
 from megatron_stppo.replicas.wire.episodes import Unfinished
 from megatron_stppo.replicas.wire.measure import Activity
 from megatron_stppo.replicas.wire.messages import (

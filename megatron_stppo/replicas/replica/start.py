@@ -22,7 +22,7 @@ from megatron_stppo.parallel.collectives import broadcast_bytes
 from megatron_stppo.replicas.replica.news import NewsSource
 from megatron_stppo.replicas.replica.replica import Replica, raise_failure
 from megatron_stppo.replicas.wire.address import is_loopback
-from megatron_stppo.replicas.wire.dialer import Dialer
+from megatron_stppo.replicas.wire.ends import Dialer
 from megatron_stppo.replicas.wire.keys import FOLDER, Connection
 from megatron_stppo.replicas.wire.measure import Activity
 from megatron_stppo.replicas.wire.messages import Hello, Route, limit_of, model_digest, process_name

@@ -24,8 +24,8 @@ from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.wire import messages
 from megatron_stppo.replicas.wire.channel import Channel
+from megatron_stppo.replicas.wire.ends import Listener
 from megatron_stppo.replicas.wire.episodes import Done, PackedRecord, Unfinished, versions_of
-from megatron_stppo.replicas.wire.listener import Listener
 from megatron_stppo.replicas.wire.measure import Counters
 from megatron_stppo.replicas.wire.messages import Assignment, Receive, Route, Trained
 

@@ -25,7 +25,7 @@ from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.local import LocalReplicas
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.wire import address, keys
-from megatron_stppo.replicas.wire.listener import Listener
+from megatron_stppo.replicas.wire.ends import Listener
 from megatron_stppo.replicas.wire.messages import Trained, limit_of, model_digest
 from megatron_stppo.replicas.wire.weights import tell_lost
 from megatron_stppo.rollout.episodes.fitting import fitting_tasks

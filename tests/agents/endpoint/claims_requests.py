@@ -12,8 +12,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from megatron_stppo.agents.protocols import anthropic_messages, body, openai_responses
 from megatron_stppo.agents.protocols.body import TYPES, Refusal
-from megatron_stppo.agents.protocols.chat_messages import compared, template_messages
-from megatron_stppo.agents.protocols.exchange import Ask, Reply
+from megatron_stppo.agents.protocols.exchange import Ask, Reply, compared, template_messages
 from megatron_stppo.agents.protocols.openai_chat import (
     ACCEPTED,
     IGNORED,

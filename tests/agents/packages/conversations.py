@@ -95,7 +95,7 @@ class Talk:
 
     def say(self, text: str, *messages: dict[str, Any]) -> Any:
         """Send more messages. Return the reply, and append it as clients do."""
-        from megatron_stppo.agents.protocols.chat_messages import template_messages
+        from megatron_stppo.agents.protocols.exchange import template_messages
         from megatron_stppo.agents.protocols.openai_chat import chat_ask
         from megatron_stppo.environments.base import Completion, Request
 

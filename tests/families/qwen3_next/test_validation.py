@@ -12,7 +12,7 @@ from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.observe.throughput import forward_flop, mixing_flop
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.assumptions import H100
-from megatron_stppo.plan.exchange import layers_to_plan
+from megatron_stppo.plan.times import layers_to_plan
 from megatron_stppo.plan.usage import EngineUse
 from megatron_stppo.validation import lora
 from megatron_stppo.validation.model_layout import check_layout, check_parallel

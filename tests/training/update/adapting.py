@@ -118,7 +118,7 @@ def _check_digest_without_folder(folder: Path, models: list[Any]) -> None:
     """Check that a checkpoint can be saved without the folder of the initial adapters. Collective."""
     import torch.distributed as dist
 
-    from megatron_stppo.checkpoint.fit import adaptation_of
+    from megatron_stppo.checkpoint.loading import adaptation_of
 
     expected = hashlib.sha256((folder / "adapter_model.safetensors").read_bytes()).hexdigest()
     dist.barrier()
