@@ -29,7 +29,7 @@ from megatron_stppo.model.layers import layer_spec
 from megatron_stppo.model.learner import build_learner
 from megatron_stppo.parallel import groups
 from megatron_stppo.replicas.replica.replica import Replica
-from megatron_stppo.replicas.replica.start import Started, first_rank
+from megatron_stppo.replicas.replica.start import first_rank
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.trainer.start import start_hub
 from megatron_stppo.replicas.wire import keys
@@ -167,8 +167,7 @@ def serve(folder: Path, name: str, dies: Dies | None = None) -> tuple[str, list[
     """Serve as a replica. Return why it ended, and what it got."""
     given, shape = config(folder, 1, engine_tensor=dist.get_world_size()), read_shape(folder / "model")
     engine: Any = LightEngine(folder / "model", dies)
-    connection = keys.find(folder / "run", 60)
-    started: Any = Started(folder / "run", connection, SimpleNamespace(reason=""), name)  # type: ignore[arg-type]
+    connection, notice = keys.find(folder / "run", 60), SimpleNamespace(reason="")
 
     def link(route: Route, receives: bool) -> Link:
         store = connect_store(route.host, route.port, TIMEOUT)
@@ -180,7 +179,7 @@ def serve(folder: Path, name: str, dies: Dies | None = None) -> tuple[str, list[
     limits, phase = rollout_settings(given).limits, lambda name: nullcontext()
     if dist.get_rank():
         return _run(Replica(engine, limits, link, phase, None), engine)
-    with first_rank(given, started, name, engine, Game) as first:
+    with first_rank(given, connection, notice, name, engine, Game) as first:  # type: ignore[arg-type]
         return _run(Replica(engine, limits, link, phase, first), engine)
 
 

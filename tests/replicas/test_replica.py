@@ -91,18 +91,17 @@ def once(
     """Serve as replica `name`. Return (how it ended, its counters, then())."""
     from megatron_stppo.cluster.launch.rendezvous import connect_store
     from megatron_stppo.replicas.replica.replica import Replica
-    from megatron_stppo.replicas.replica.start import Started, first_rank
+    from megatron_stppo.replicas.replica.start import first_rank
     from megatron_stppo.replicas.wire.weights import Link
 
     shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
     connection, notice = keys.find(given.run.folder, 60), SimpleNamespace(reason="")
-    started: Any = Started(folder, connection, notice, name)  # type: ignore[arg-type]
 
     def link(route: Any, receives: bool) -> Link:
         store = connect_store(route.host, route.port, timeout)
         return Link(engine.parameters(), shape, route, receives, store, timeout)
 
-    with first_rank(given, started, name, engine, environment) as first:
+    with first_rank(given, connection, notice, name, engine, environment) as first:  # type: ignore[arg-type]
         replica = Replica(engine, rollout_limits(given), link, lambda phase: contextlib.nullcontext(), first)
         try:
             end = replica.run()
