@@ -78,7 +78,9 @@ class Trainer:
     told: list[tuple[str, str]]  # groups for weights that are lost, and why
 
     def queues(self) -> dict[str, float]:
-        return {name: count for name, count in self.hub.numbers().items() if name.startswith("episodes_")}
+        return {
+            name: count for name, count in self.hub.ask(Crew.numbers).items() if name.startswith("episodes_")
+        }
 
     def join(self, replica: ScriptedReplica, name: str, **changed: object) -> str:
         """Let the replica get the version that is served, from the trainer or from another replica, which is

@@ -30,6 +30,7 @@ from megatron_stppo.model.learner import build_learner
 from megatron_stppo.parallel import groups
 from megatron_stppo.replicas.replica.replica import Replica
 from megatron_stppo.replicas.replica.start import first_rank
+from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.replicas.trainer.start import start_hub
 from megatron_stppo.replicas.wire import keys
@@ -104,7 +105,7 @@ def train(folder: Path, replicas: int, versions: int) -> list[dict[str, float]]:
         row = {"blocked": blocked, "sent": float(served._sender.sent), "lost": 0.0}
         served._sender.sent = 0
         if hub is not None:
-            numbers = hub.numbers()
+            numbers = hub.ask(Crew.numbers)
             row |= {"all": numbers["update_seconds"], "lost": numbers["lost"], "serve": numbers["replicas"]}
         rows.append(row)
     set_version(learner, versions + 1)
@@ -113,7 +114,7 @@ def train(folder: Path, replicas: int, versions: int) -> list[dict[str, float]]:
     while hub is not None and not (hub._crew.tree.is_moving or _have(hub, versions + 1)):
         time.sleep(0.001)
     served.close()
-    assert hub is None or hub.numbers()["lost"] == rows[-1]["lost"]
+    assert hub is None or hub.ask(Crew.numbers)["lost"] == rows[-1]["lost"]
     return rows[1:]
 
 

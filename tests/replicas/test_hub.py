@@ -13,7 +13,7 @@ from megatron_stppo.base.types import Turn
 from megatron_stppo.config import ConfigError
 from megatron_stppo.data.ledger import Taken
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.replicas.trainer.crew import shares
+from megatron_stppo.replicas.trainer.crew import Crew, shares
 from megatron_stppo.replicas.wire.messages import Assignment, Moved, Play, Receive, ReplicaEnds, Stop
 from tests.replicas.hubs import SIZE, TASKS, hello, trainer
 from tests.replicas.peers import until
@@ -25,7 +25,9 @@ def test_episodes_are_shared_out_and_a_batch_is_complete_when_its_episodes_are()
         t.hub.admit(0)
         assert (a.given(), b.given()) == ([0, 1], [2, 3])
         b.finish(2)
-        until(lambda: t.hub.numbers()["episodes_finished"] == 1)  # b and a have connections of their own
+        until(
+            lambda: t.hub.ask(Crew.numbers)["episodes_finished"] == 1
+        )  # b and a have connections of their own
         a.finish(1)
         a.finish(0)
         batch = t.hub.wait(t.hub.batch)
@@ -74,7 +76,7 @@ def test_a_lost_replicas_episodes_are_played_by_another_with_the_same_seeds() ->
         t.join(b, "b")
         a.dialer.close()  # its connection ends
         assert b.next(Play).episodes == (first[0], *first[2:])
-        assert (t.crew.lost, t.hub.numbers()["reassigned"]) == (1, 3)
+        assert (t.crew.lost, t.hub.ask(Crew.numbers)["reassigned"]) == (1, 3)
 
 
 def test_ranks_that_wait_for_a_lost_replica_are_told() -> None:
@@ -189,7 +191,7 @@ def test_what_concerns_a_lost_replica_does_not_concern_the_one_that_has_taken_it
         until(lambda: "a" in t.names())
         new = t.names()["a"]
         assert new != old
-        t.hub.lose(old, "weights could not be sent to it")
+        t.hub.ask(lambda crew: crew.expel(old, "weights could not be sent to it"))
         again.dialer.send(Moved(route, 1))  # of a transfer that is not its own
         assert isinstance(message := t.hub.wait(lambda: None), Receive)
         assert message.route.name != route and message.route.ends == (new,)

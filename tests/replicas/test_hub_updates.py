@@ -8,6 +8,7 @@ import pytest
 
 from megatron_stppo.base.errors import EngineLost, ToolsStayAway
 from megatron_stppo.replicas.trainer import hub
+from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.wire.messages import (
     Announce,
     Give,
@@ -76,7 +77,7 @@ def test_a_run_that_ends_while_it_waits_for_episodes_plays_them_again_with_the_n
         a.dialer.send(ReplicaEnds("left", "SIGTERM"))
         with pytest.raises(EngineLost, match=r"^SIGTERM, and no replica serves any more$"):
             t.hub.wait(t.hub.settled)
-        state, (kept, _) = {"iteration": 1} | t.hub.state(), t.hub.kept()
+        state, (kept, _) = {"iteration": 1} | t.hub.ask(lambda crew: crew.ledger.state()), t.hub.kept()
     with trainer(version=1) as (t, connect):
         t.ledger.restore(state, kept)
         b = connect("b")
@@ -104,7 +105,7 @@ def test_the_trainer_sends_once_and_replicas_pass_the_weights_on() -> None:
         assert t.hub.wait(t.hub.is_spread) is True
         trainers = [not isinstance(message.route.source, int) for message in sent]
         assert trainers == [True, False, False, False]
-        assert t.hub.numbers()["update_seconds"] > 0
+        assert t.hub.ask(Crew.numbers)["update_seconds"] > 0
 
 
 def test_an_episode_begins_with_the_version_that_was_announced_when_it_was_admitted() -> None:

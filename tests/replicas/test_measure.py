@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.wire import measure
 from megatron_stppo.replicas.wire.measure import Activity, Counters, ServingMeter
 from megatron_stppo.replicas.wire.messages import Alive, ReplicaEnds
@@ -36,9 +37,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def report(t: Trainer, replica: ScriptedReplica, counters: Counters) -> None:
     """Send a replica's counters, and wait until the hub has them."""
-    before = t.hub.counters()
+    before = t.hub.ask(Crew.counters)
     replica.dialer.send(Alive(counters))
-    until(lambda: t.hub.counters() != before)
+    until(lambda: t.hub.ask(Crew.counters) != before)
 
 
 def test_a_row_has_the_differences_since_the_last_one_and_lost_replicas_count(clock: SimpleNamespace) -> None:
@@ -46,14 +47,14 @@ def test_a_row_has_the_differences_since_the_last_one_and_lost_replicas_count(cl
         a, b, again = connect("a"), connect("b"), connect()
         meter = ServingMeter()
         meter.waited, meter.sent = 30.0, 10**6  # before training
-        meter.start(t.hub.counters())
+        meter.start(t.hub.ask(Crew.counters))
         t.hub.admit(0)
         report(t, a, FIRST)
         report(t, b, Counters(seconds=2.0, idle_seconds=2.0, longest_pause=0.25))
         b.dialer.send(ReplicaEnds("left", "SIGTERM"))
         until(lambda: t.crew.lost == 1)
         meter.waited, meter.sent, clock.now = 4.0, 3_500_000, 110.0
-        row = meter.row(t.hub.counters(), t.hub.numbers())
+        row = meter.row(t.hub.ask(Crew.counters), t.hub.ask(Crew.numbers))
         assert 0 < row.pop("serving/update_seconds") < 30
         assert row == {
             "serving/replicas": 1,
@@ -77,7 +78,7 @@ def test_a_row_has_the_differences_since_the_last_one_and_lost_replicas_count(cl
         t.join(again, "b")  # its counters begin at 0 again
         report(t, again, Counters(seconds=5.0, tokens=6, steps=3, step_seconds=0.75))
         clock.now = 112.0
-        row = meter.row(t.hub.counters(), t.hub.numbers())
+        row = meter.row(t.hub.ask(Crew.counters), t.hub.ask(Crew.numbers))
         assert (row["serving/generated_tokens"], row["serving/step_ms"]) == (6.0, 250.0)
         assert (row["serving/trainer_idle_share"], row["serving/idle_share"]) == (0.0, 0.0)
         assert "serving/pause_ms" not in row, "no update, no pause"
@@ -87,10 +88,10 @@ def test_every_metric_of_asynchronous_training_is_described(clock: SimpleNamespa
     with trainer(order="completion") as (t, connect):
         a = connect("a")
         meter = ServingMeter()
-        meter.start(t.hub.counters())
+        meter.start(t.hub.ask(Crew.counters))
         report(t, a, FIRST)
         clock.now += 1
-        row = meter.row(t.hub.counters(), t.hub.numbers())
+        row = meter.row(t.hub.ask(Crew.counters), t.hub.ask(Crew.numbers))
     assert not undocumented(row)
     assert not [name for name in unreported(row) if name.startswith("serving/")]
     assert not undocumented(["staleness/tokens_0", "staleness/tokens_3"])

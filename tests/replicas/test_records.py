@@ -71,7 +71,7 @@ def test_a_checkpoint_asks_for_the_records_and_a_resumed_run_continues_those_tha
         asked.join(30)
         assert not asked.is_alive()
         content = encode_episodes(*t.hub.kept())
-        state = {"iteration": 0} | t.hub.state()
+        state = {"iteration": 0} | t.hub.ask(lambda crew: crew.ledger.state())
     finished, unfinished = decode_episodes(content)
     assert [one.number for one in finished] == [0, 3]
     assert unfinished == [record(1, turn(3)), record(2, turn(1, reason="end"), turn(2))]

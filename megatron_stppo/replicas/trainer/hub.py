@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron_stppo.base.errors import Abandoned, EngineLost
 from megatron_stppo.base.types import Trajectory
@@ -17,7 +17,6 @@ from megatron_stppo.config import ConfigError
 from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.local import GRACE, LEAVING
 from megatron_stppo.replicas.wire.episodes import Done, Unfinished, versions_of
-from megatron_stppo.replicas.wire.measure import Counters
 from megatron_stppo.replicas.wire.messages import Assignment, Receive, Stop, TellUnfinished
 
 T = TypeVar("T")
@@ -49,10 +48,10 @@ class Hub:
         with self._changed:
             self._crew.add(self.ledger.admit(iteration))
 
-    def state(self) -> dict[str, Any]:
-        """Return the ledger's state."""
+    def ask(self, question: Callable[[Crew], T]) -> T:
+        """Return question(the crew), while no message changes it. Example: hub.ask(Crew.counters)."""
         with self._changed:
-            return self.ledger.state()
+            return question(self._crew)
 
     def kept(self) -> tuple[list[Done], list[Unfinished]]:
         """Return the ledger's episodes for a checkpoint, and the records of those in progress."""
@@ -81,11 +80,6 @@ class Hub:
                 for episode in unfinished
                 if self.ledger.continues(episode.number, versions_of(episode.record))
             }
-
-    def put_back(self) -> None:
-        """Undo the last batch for a checkpoint. The run must end."""
-        with self._changed:
-            self.ledger.put_back()
 
     def evaluate(self, episodes: Iterable[Assignment]) -> None:
         """Assign episodes of an evaluation, before all that wait. Their numbers are negative."""
@@ -165,11 +159,6 @@ class Hub:
 
     # The sending of weights.
 
-    def routes(self) -> set[str]:
-        """Return the routes over which the trainer can send again."""
-        with self._changed:
-            return self._crew.tree.routes()
-
     def fail(self, error: Exception) -> None:
         """Have the next `wait` raise an error of the thread that sends."""
         with self._changed:
@@ -216,21 +205,6 @@ class Hub:
         """Return True if a replica has the version, or none has joined."""
         nodes = self._crew.tree.nodes.values()
         return not any(n.has_joined for n in nodes) or any(n.version == version for n in nodes) or None
-
-    def lose(self, group: str, why: str) -> None:
-        """Remove a replica, as Crew.expel does."""
-        with self._changed:
-            self._crew.expel(group, why)
-
-    def counters(self) -> Counters:
-        """Return the sum of the newest counters of all replicas that serve or have served."""
-        with self._changed:
-            return self._crew.counters()
-
-    def numbers(self) -> dict[str, float]:
-        """Return the metrics of the replicas, of the episodes that are not trained on, and of their order."""
-        with self._changed:
-            return self._crew.numbers()
 
     def end_transfers(self) -> None:
         """Begin no transfer of weights any more, and wait for those in progress, in which a replica that ends

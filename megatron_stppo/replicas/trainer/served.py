@@ -27,6 +27,7 @@ from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.offload import Phase
 from megatron_stppo.observe.metrics import counting
 from megatron_stppo.parallel.collectives import any_rank, broadcast_bytes, decode, encode, refused_together
+from megatron_stppo.replicas.trainer.crew import Crew
 from megatron_stppo.replicas.trainer.hub import Hub
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.episodes import decode_episodes, encode_episodes
@@ -72,7 +73,8 @@ class Sender:
         except LinkLost as error:
             self._links.pop(route.name, None)
             if self._hub is not None:
-                self._hub.lose(route.ends[0], str(error))
+                why = str(error)
+                self._hub.ask(lambda crew: crew.expel(route.ends[0], why))
 
     def pack(self) -> tuple[Packed, int] | None:
         """Return a copy of what the next version sends, and to replicas of how many ranks it can be sent.
@@ -209,7 +211,7 @@ class Served:
             self._failures.check(played.with_dropped, played.own)
         except TooManyFailures:
             if self._hub is not None:
-                self._hub.put_back()
+                self._hub.ask(lambda crew: crew.ledger.put_back())  # for the checkpoint
             raise
         return played
 
@@ -244,7 +246,7 @@ class Served:
 
     def state(self) -> dict[str, Any]:
         """Return the ledger's state on the first rank, which writes it, and nothing on the others."""
-        return self._hub.state() if self._hub is not None else {}
+        return self._hub.ask(lambda crew: crew.ledger.state()) if self._hub is not None else {}
 
     def episodes(self) -> bytes:
         if self._hub is None:
@@ -272,7 +274,9 @@ class Served:
 
     def measure(self) -> dict[str, Any]:
         self._meter.sent, self._sender.sent = self._sender.sent, 0
-        row = self._meter.row(self._hub.counters(), self._hub.numbers()) if self._hub is not None else {}
+        row = {}
+        if self._hub is not None:
+            row = self._meter.row(self._hub.ask(Crew.counters), self._hub.ask(Crew.numbers))
         return dict(decode(broadcast_bytes(encode(row), 0), dict[str, float]))
 
     def close(self) -> None:
@@ -295,7 +299,7 @@ class Served:
         with counting("waiting for replicas", self._hub is not None) as show:
             self._until(lambda hub: hub.all_serve(wanted, show))
         if self._hub is not None:
-            self._meter.start(self._hub.counters())
+            self._meter.start(self._hub.ask(Crew.counters))
 
     def _until(self, result: Callable[[Hub], T | None], abandons: bool = False) -> T | None:
         """Return result(hub) as soon as it is not None; None on other ranks. Replicas may join meanwhile.
@@ -332,7 +336,8 @@ class Served:
                 step = decide(self._hub)
             except tuple(RAISED.values()) as error:
                 step = Step(type(error).__name__, text=str(error))
-            lost = () if self._hub.sends_apart else self._sender.stale(self._hub.routes())
+            usable = self._hub.ask(lambda crew: crew.tree.routes())
+            lost = () if self._hub.sends_apart else self._sender.stale(usable)
             step = msgspec.structs.replace(step, closed=tuple(lost))
         step = decode(broadcast_bytes(encode(step), 0), Step)
         self._sender.close(step.closed)
