@@ -18,7 +18,6 @@ import yaml
 from pydantic import AfterValidator, Field
 
 from megatron_stppo.base.errors import ConfigError
-from megatron_stppo.config import old_logprob
 from megatron_stppo.config.algorithm import AlgorithmConfig
 from megatron_stppo.config.model import LoraConfig, ModelConfig, ParallelConfig
 from megatron_stppo.config.rollout import (
@@ -30,7 +29,7 @@ from megatron_stppo.config.rollout import (
 )
 from megatron_stppo.config.run import DeadlinesConfig, RunConfig, ServingConfig, TelemetryConfig
 from megatron_stppo.config.section import Section, finite
-from megatron_stppo.config.update import ColdStartConfig, OptimizerConfig, UpdateConfig
+from megatron_stppo.config.update import ColdStartConfig, OptimizerConfig, Source, UpdateConfig, source
 
 __all__ = [
     "AlgorithmConfig",
@@ -140,9 +139,9 @@ class Config(Section):
         return self.algorithm.routing_replay == "rollout"
 
     @property
-    def old_logprob_source(self) -> old_logprob.Source:
-        """Where the old policy's log-probs come from; see old_logprob.py."""
-        return old_logprob.source(self.update, self.algorithm)
+    def old_logprob_source(self) -> Source:
+        """Where the old policy's log-probs come from; see update.py."""
+        return source(self.update, self.algorithm)
 
     @property
     def scores_actor(self) -> bool:

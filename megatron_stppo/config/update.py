@@ -1,20 +1,30 @@
-"""The sections `update` and `cold_start`: the optimizer steps."""
+"""The sections `update` and `cold_start`: the optimizer steps.
 
+Also where the old policy's log-probs come from, the denominators of the importance ratios.
+
+score: from a forward pass of the trainer before the update.
+update: from the update's own forward pass. With one optimizer step per epoch, every trajectory is in the
+first step, whose forward pass still uses the old policy. It computes the same log-probs as a pass of its own
+would, bit for bit, so training is the same.
+behaviour: from the engine, which generated the tokens; the trainer needs no pass.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_stppo.config.section import Section
+from megatron_stppo.config.algorithm import AlgorithmConfig
+from megatron_stppo.config.section import Rule, Section
 
+WARMUP = "share of all updates over which lr rises linearly from 0"
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam: a decay rate
 
 
 class OptimizerConfig(Section):
     lr: float = Field(1e-6, gt=0, description="highest learning rate of Adam")
-    warmup_fraction: float = Field(
-        0.0, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
-    )
+    warmup_fraction: float = Field(0.0, ge=0, le=1, description=WARMUP)
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay rates of Adam's two moments")
     grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
@@ -24,16 +34,12 @@ class OptimizerConfig(Section):
 
 
 class ActorOptimizerConfig(OptimizerConfig):
-    warmup_fraction: float = Field(
-        0.285, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
-    )
+    warmup_fraction: float = Field(0.285, ge=0, le=1, description=WARMUP)
 
 
 class CriticOptimizerConfig(OptimizerConfig):
     lr: float = Field(1e-5, gt=0, description="highest learning rate of Adam")
-    warmup_fraction: float = Field(
-        0.015, ge=0, le=1, description="share of all updates over which lr rises linearly from 0"
-    )
+    warmup_fraction: float = Field(0.015, ge=0, le=1, description=WARMUP)
     frozen_attention: bool = Field(
         False,
         description="keep the weights of its attention layers as they were loaded (SAO, arXiv 2607.07508)",
@@ -106,3 +112,71 @@ class ColdStartConfig(Section):
     held_out: float = Field(
         0.1, gt=0, lt=1, description="share of the recorded tasks, the last ones, that --critic only measures"
     )
+
+
+Source = Literal["score", "update", "behaviour"]
+
+
+def early_uses(update: UpdateConfig, a: AlgorithmConfig) -> Iterator[Rule]:
+    """Return the settings that need the old log-probs before the first step's forward pass."""
+    yield Rule(
+        update.minibatches > 1,
+        f"update.minibatches={update.minibatches}: only the first step of an epoch computes with the old "
+        "policy",
+        "update.minibatches=1",
+    )
+    yield Rule(
+        a.kl_coefficient > 0 and a.kl_in == "reward",
+        f"algorithm.kl_in=reward with algorithm.kl_coefficient={a.kl_coefficient}: the rewards, and so the "
+        "advantages, contain the old log-probs",
+        "algorithm.kl_in=loss and algorithm.kl_estimator=k3",
+    )
+    yield _weights(a, "the weights of the loss contain the old log-probs")
+    yield _recorded_experts(a)
+
+
+def trainers_uses(update: UpdateConfig, a: AlgorithmConfig) -> Iterator[Rule]:
+    """Return the settings that need old log-probs by the trainer."""
+    yield Rule(
+        update.old_logprob != "auto",
+        f"update.old_logprob={update.old_logprob}: no forward pass computes the old log-probs",
+        "update.old_logprob=auto",
+    )
+    yield _weights(a, "all its weights would be 1, because the old policy is the engine's")
+    yield _recorded_experts(a)
+
+
+def _weights(a: AlgorithmConfig, why: str) -> Rule:
+    return Rule(a.mismatch != "off", f"algorithm.mismatch={a.mismatch}: {why}", "algorithm.mismatch=off")
+
+
+def _recorded_experts(a: AlgorithmConfig) -> Rule:
+    return Rule(
+        a.routing_replay == "old_policy",
+        f"algorithm.routing_replay={a.routing_replay}: the experts to replay are recorded in the pass that "
+        "computes the old log-probs",
+        "algorithm.routing_replay=off",
+    )
+
+
+def source(update: UpdateConfig, algorithm: AlgorithmConfig) -> Source:
+    """Return where the old log-probs come from.
+
+    Example: update.old_logprob=auto gives "update" with one minibatch and no early use, else "score".
+    """
+    if algorithm.old_policy == "behaviour":
+        return "behaviour"
+    early = any(rule.broken for rule in early_uses(update, algorithm))
+    return "score" if update.old_logprob == "score" or early else "update"
+
+
+def rules(update: UpdateConfig, algorithm: AlgorithmConfig) -> Iterator[Rule]:
+    """Return the rules about algorithm.old_policy and update.old_logprob."""
+    if algorithm.old_policy == "behaviour":
+        asked, uses, other = "algorithm.old_policy=behaviour", trainers_uses, "algorithm.old_policy=score"
+    elif update.old_logprob == "update":
+        asked, uses, other = "update.old_logprob=update", early_uses, "update.old_logprob=auto"
+    else:
+        return
+    for rule in uses(update, algorithm):
+        yield Rule(rule.broken, f"{asked}: {rule.problem}", f"set {other}, or {rule.remedy}")

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_stppo.base.files import check_absent
-from megatron_stppo.config import Config, ConfigError, old_logprob, user_code
+from megatron_stppo.config import Config, ConfigError, user_code
 from megatron_stppo.config.algorithm import GROUPED
 from megatron_stppo.config.section import Rule, enforce
+from megatron_stppo.config.update import rules
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.validation import lora, model_folder, passed_on
 from megatron_stppo.validation.model_layout import check_engine, check_parallel
@@ -63,7 +64,7 @@ def check(config: Config, world_size: int, command: str) -> None:
         model_folder.check_reference(config, layout, tokenizers=command != "plan")
     if command == "train":
         check_reporters(config)
-    enforce(old_logprob.rules(config.update, config.algorithm))
+    enforce(rules(config.update, config.algorithm))
     enforce((*_steps(config), *_critic(config, command)))
     lora.check(config)
     passed_on.check_megatron(config)

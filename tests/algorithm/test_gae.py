@@ -6,8 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_stppo.algorithm.gae import later_steps, of_length, token_level, turn_level
-from megatron_stppo.base.types import Task, Trajectory, Turn
-from megatron_stppo.data.packing import to_batch
 
 
 def by_definition(reward, value, offsets, gamma, lam):
@@ -56,18 +54,6 @@ def test_each_trajectory_has_its_own_lambda():
     assert torch.allclose(returns, advantage + value.double())
 
 
-def test_undiscounted_advantage_is_future_reward_minus_value_in_each_trajectory():
-    advantage, returns = token_level(
-        torch.tensor([0.0, 1.0, 0.0, 0.0, 5.0]),
-        torch.tensor([0.25, 0.5, 1.0, 2.0, 3.0]),
-        torch.tensor([0, 2, 2, 5]),
-        1.0,
-        1.0,
-    )
-    assert advantage.tolist() == pytest.approx([0.75, 0.5, 4.0, 3.0, 2.0])
-    assert returns.tolist() == pytest.approx([1.0, 1.0, 5.0, 5.0, 5.0])
-
-
 def test_turn_level_discounts_once_per_turn():
     # Turns of 2 and 1 tokens (and an empty one), rewards 1 and 4, first values 3 and 2, gamma 1/2, lambda 1:
     # A_2 = 4 - 2 = 2; A_1 = 1 + 2/2 - 3 + 2/2 = 0. Returns: 3 and 4. The value at token 1 is not read.
@@ -94,19 +80,6 @@ def test_turn_level_does_not_cross_trajectories():
         1.0,
     )
     assert advantage.tolist() == pytest.approx([0.5, 0.5, 1.5])
-
-
-def test_observation_tokens_are_not_on_the_axis_and_reward_sits_on_the_last_action_token():
-    # Two action tokens, 50 observation tokens, one action token: gamma acts twice, not 52 times.
-    turns = (
-        Turn((1, 2), (-1.0, -1.0), tuple(range(50)), 0.0, ((0, 2),)),
-        Turn((3,), (-1.0,), (7, 7), 1.0, ((0, 1),)),
-    )
-    task = Task("geography", (), ("Paris",), "train", 0)
-    batch = to_batch([Trajectory(task, (8, 9), turns, "ok")])
-    assert batch.reward_T.tolist() == [0.0, 0.0, 1.0]
-    advantage, _ = token_level(batch.reward_T, torch.zeros(3), batch.action_offsets, 0.5, 1.0)
-    assert advantage.tolist() == pytest.approx([0.25, 0.5, 1.0])
 
 
 @settings(max_examples=30, deadline=None)

@@ -16,17 +16,12 @@ NUMBERS = range(70, 76)
 
 def train(model: Path, run: Path) -> dict[str, Any]:
     trainer, seen = Scripted(run, model), {}
-    for script in (together, recompute, again, drain, misuse, refuse):
+    for script in (recompute, again, drain, misuse, refuse):
         seen[script.__name__] = script(trainer)
     trainer.join(3)
     trainer.play(NUMBERS, TASKS, SEED)
     trainer.listener.close()  # the replica is left alone
     return seen
-
-
-def together(trainer: Scripted) -> dict[int, Trajectory]:
-    trainer.join(3)
-    return play_all(trainer)
 
 
 def begin(trainer: Scripted) -> None:
@@ -75,10 +70,3 @@ def refuse(trainer: Scripted) -> Hello:
         Stop("dtype=float32: the trainer has bfloat16; start it with the same model.dtype", is_refusal=True)
     )
     return hello
-
-
-def play_all(trainer: Scripted) -> dict[int, Trajectory]:
-    trainer.play(NUMBERS, TASKS, SEED)
-    played = trainer.wait_for(6)
-    trainer.stop()
-    return played

@@ -21,7 +21,7 @@ from megatron_stppo.rollout.episodes.episode import Limits
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from tests.ranks import run_ranks
 from tests.replicas.games import Dice
-from tests.replicas.scripts import NUMBERS, SEED, TASKS, train
+from tests.replicas.scripts import train
 from tests.rollout.vllm.tiny import CONTEXT, Game, build_model
 
 
@@ -41,19 +41,10 @@ def config(model: Path, run: Path, **changes: dict[str, Any]) -> Config:
 
 
 def serve(model: Path, run: Path) -> dict[str, Any]:
-    from megatron_stppo.rollout.episodes.collect import collect
     from megatron_stppo.rollout.vllm.engine import Engine, EngineSettings
-    from megatron_stppo.training.rollouts import rollout_settings
 
     engine = Engine(EngineSettings(model, max_context=CONTEXT, max_sequences=16, kv_cache_gib=0.05))
-    given, waiting = config(model, run), config(model, run, rollout={"overlap_tools": False})
-    draining, seen = config(model, run, serving={"update": "drain"}), {}
-
-    def collected() -> list[Trajectory]:
-        settings = rollout_settings(waiting)
-        return collect(engine, TASKS, Game, settings, SEED)
-
-    seen["together"] = once(engine, waiting, run, "together", Game, then=collected)
+    given, draining, seen = config(model, run), config(model, run, serving={"update": "drain"}), {}
     with paced(engine):
         seen["recompute"] = once(engine, given, run, "recompute", Dice)
         seen["again"] = once(engine, given, run, "again", Dice)
@@ -86,9 +77,8 @@ def once(
     folder: Path,
     name: str,
     environment: Callable[[], Any],
-    then: Callable[[], Any] = lambda: None,
-) -> tuple[str, Counters, Any]:
-    """Serve as replica `name`. Return (how it ended, its counters, then())."""
+) -> tuple[str, Counters]:
+    """Serve as replica `name`. Return (how it ended, its counters)."""
     from megatron_stppo.cluster.launch.rendezvous import connect_store
     from megatron_stppo.replicas.replica.replica import Replica
     from megatron_stppo.replicas.replica.start import first_rank
@@ -108,10 +98,9 @@ def once(
             said = f"{end.kind}: {end.text}"
         except ConfigError as error:
             said = f"ConfigError: {error}"
-        found = then()
     engine.abort_all()
     replica.close()
-    return said, first.activity.counters, found
+    return said, first.activity.counters
 
 
 def rollout_limits(given: Config) -> Limits:
@@ -146,15 +135,8 @@ def versions(trajectory: Trajectory) -> list[list[int]]:
     return [[version for version, _ in turn.versions] for turn in trajectory.turns]
 
 
-def test_a_replica_that_waits_for_its_tools_plays_what_the_trainer_would_play_itself(seen: Any) -> None:
-    played, (_, _, collected) = seen[0]["together"], seen[1]["together"]
-    assert [played[n].turns for n in NUMBERS] == [t.turns for t in collected]
-    assert [played[n].outcome for n in NUMBERS] == [t.outcome for t in collected]
-    assert [played[n].group for n in NUMBERS] == list(NUMBERS)
-
-
 def test_turns_go_on_at_a_new_version_after_their_cache_is_computed_again(seen: Any) -> None:
-    played, (end, counters, _) = seen[0]["recompute"], seen[1]["recompute"]
+    played, (end, counters) = seen[0]["recompute"], seen[1]["recompute"]
     assert end == "stop: the script has ended"
     turns = [turn for t in played.values() for turn in versions(t)]
     assert [3, 4] in turns and all(turn == sorted(turn) for turn in turns)
@@ -167,7 +149,7 @@ def test_turns_go_on_at_a_new_version_after_their_cache_is_computed_again(seen: 
 
 
 def test_turns_wait_for_weights_that_did_not_arrive_and_go_on_when_they_are_sent_again(seen: Any) -> None:
-    (failed, played), (end, counters, _) = seen[0]["again"], seen[1]["again"]
+    (failed, played), (end, counters) = seen[0]["again"], seen[1]["again"]
     assert "over broken-4: rank 0: GivenUp: its process ended" in failed.failed
     assert end == "stop: the script has ended" and counters.updates == 1
     turns = [turn for t in played.values() for turn in versions(t)]
@@ -175,14 +157,14 @@ def test_turns_wait_for_weights_that_did_not_arrive_and_go_on_when_they_are_sent
 
 
 def test_with_drain_each_turn_has_one_version(seen: Any) -> None:
-    played, (_, counters, _) = seen[0]["drain"], seen[1]["drain"]
+    played, (_, counters) = seen[0]["drain"], seen[1]["drain"]
     turns = [turn for t in played.values() for turn in versions(t)]
     assert {tuple(turn) for turn in turns} == {(3,), (4,)}
     assert (counters.updates, counters.recomputed) == (1, 0)
 
 
 def test_failures_reach_the_trainer_in_one_line(seen: Any) -> None:
-    told, ends = seen[0], {name: end for name, (end, _, _) in seen[1].items()}
+    told, ends = seen[0], {name: end for name, (end, _) in seen[1].items()}
     assert told["misuse"].kind == "misuse" and told["misuse"].text.startswith(
         "Game.step(): cannot be awaited"
     )

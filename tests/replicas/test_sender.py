@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +44,10 @@ class Noting:
     def next_to_send(self, patience: float, tensor: int) -> Receive | bool:
         return self.sends.pop(0)
 
-    def lose(self, group: str, why: str) -> None:
+    def ask(self, question: Callable[[Any], None]) -> None:
+        question(self)
+
+    def expel(self, group: str, why: str) -> None:
         self.told.append((group, why))
 
     def fail(self, error: Exception) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_stppo.algorithm.baselines import same_index, same_state
 from megatron_stppo.base.types import Branch, ScoredBatch, Summary, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, rollout_logprobs, without_tokens
@@ -163,3 +165,9 @@ def test_a_turn_has_the_state_of_the_tokens_that_it_answers() -> None:
     assert states[1][1] == 0, "no observation"
     batch = without_tokens([one.summary, two.summary], torch.zeros(4))
     assert batch.state_S is not None and batch.state_S.tolist() == states[0] + states[1]
+
+
+@pytest.mark.parametrize("same", [same_index, same_state])
+def test_no_turns_have_no_cells(same: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    assert [len(x) for x in same(none, torch.zeros(2), torch.tensor([True, True]), none)] == [0, 0]

@@ -71,7 +71,10 @@ def test_only_an_existing_run_is_resumed(path: Path) -> None:
     right = config.run.root / f"{config.run.name}s" / "config.yaml"
     right.parent.mkdir(parents=True)
     right.touch()
-    with pytest.raises(ConfigError, match=f"did you mean run.name={config.run.name}s?"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"did you mean run.name={config.run.name}s\? To start a new run, leave --resume out$",
+    ):
         check_resume(config)
     config.run.folder.mkdir()
     with pytest.raises(ConfigError, match="holds no run"):

@@ -19,7 +19,6 @@ ROW = {
     "prompt": [{"role": "user", "content": "Which city is number 1?"}],
     "segments": [{"text": "<answer>Rome</answer>", "kind": "turn"}],
 }
-OPEN = ROW | {"segments": [{"text": "<answer>Rome</answer>.", "kind": "turn"}]}
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +56,6 @@ def test_the_loss_of_turns_and_episodes_with_the_written_model_are_shown(config:
     assert found and len(re.findall(r"^--- (?:ok|wrong|truncated), reward", episodes, re.MULTILINE)) == 3
     assert len(re.findall(r"<\|im_start\|>user\nWhich city.*\n.*assistant\n\n\[turn\] ", episodes)) == 3
     assert "5 episodes of data.train at rollout.temperature=1: exact match 0.000, valid actions" in episodes
-
-
-def test_a_turn_that_the_environment_would_not_end_is_refused_with_its_row(config: Path) -> None:
-    (config.parent / "open.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, OPEN)))
-    given = (f"data.demonstrations={config.parent}/open.jsonl", "environment.kind=search")
-    done = start(config, "refused", *given, ranks=1)
-    assert "open.jsonl row 2: segments.0.text: a turn ends with the first stop string in it" in done.stderr
-    assert done.returncode != 0 and not (config.parent / "refused").exists()
 
 
 def test_every_weight_of_gated_delta_nets_is_trained(config: Path) -> None:

@@ -206,28 +206,6 @@ def test_replicas_at_bound_0_train_the_adapters_of_the_colocated_run(
 
 
 @both
-def test_above_bound_0_every_log_prob_is_that_of_the_adapters_that_its_token_names(
-    sync: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    config = small_run.write(tmp_path_factory.mktemp("busy"))
-    given = (*LORA, "parallel.tensor=1", "environment.kind=tests.replicas.late_tools:factory")
-    given += (f"model.lora.sync={sync}",)
-    more = (*promises.SERVED, *promises.BUSY)
-    promises.start(["train", str(config), "run.name=busy", *given, *more], LATE="0.05")
-    run = config.parent / "runs" / "busy"
-    ages = {
-        n - 1 - version
-        for n in range(1, 4)
-        for line in promises.trajectories(run, n).splitlines()
-        for turn in json.loads(line)["turns"]
-        for version, _ in turn["versions"]
-    }
-    assert 0 < max(ages) <= 2, "some tokens are of older adapters"
-    said = promises.start(["audit", str(run)])
-    assert "passed; " in said and "not audited" not in said
-
-
-@both
 @pytest.mark.parametrize("case", ROUNDED)
 def test_in_bfloat16_first_ratios_are_1_and_the_mismatch_is_that_of_rounding(
     case: str, sync: str, tmp_path: Path

@@ -122,23 +122,6 @@ def training_rows(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith("evaluate/")} for row in rows(run)[1:3]]
 
 
-def test_a_run_that_is_killed_and_resumed_has_the_bits_of_a_whole_one(run: Path) -> None:
-    config, killed = run.parents[1] / "config.yaml", run.with_name("killed")
-    given = (*RUN, f"model.lora.path={run.parents[1]}/adapters", "run.name=killed")
-    small_run.train_until(killed / "checkpoints" / "LATEST", config, *given)
-    done = small_run.run("train", config, *given, "--resume").succeeded()
-    assert "megatron-stppo: resumed from step_1" in done.stderr
-    assert training_rows(killed) == training_rows(run) and len(training_rows(run)) == 2
-    assert promises.weights(killed, 2) == promises.weights(run, 2) != promises.weights(run, 1)
-
-
-def test_replayed_rollouts_give_the_same_adapters_bitwise(run: Path) -> None:
-    small_run.run("replay", run, "run.name=replayed", "run.iterations=2").succeeded()
-    replayed = run.with_name("replayed")
-    assert rows(replayed) == training_rows(run)
-    assert promises.weights(replayed, 2) == promises.weights(run, 2)
-
-
 def test_a_run_resumes_only_with_the_adapters_that_it_began_with(run: Path) -> None:
     root = run.parents[1]
     given = [str(root / "config.yaml"), "run.name=trained", *RUN, "run.iterations=3", "--resume"]
@@ -171,26 +154,3 @@ def test_what_reads_a_checkpoint_does_not_need_the_folder_of_the_adapter(run: Pa
         assert f"model.lora.path={adapters}: no such folder" in refused
     finally:
         (root / "away").rename(adapters)
-
-
-def test_replicas_at_bound_0_begin_with_the_adapter_as_the_colocated_run(run: Path) -> None:
-    config, runs = run.parents[1] / "config.yaml", run.parent
-    given = (*RUN, "parallel.tensor=1", "environment.kind=tests.replicas.late_tools:factory")
-    for name, more in (("colocated", ()), ("served", (*promises.SERVED, "serving.max_staleness=0"))):
-        begun = f"model.lora.path={run.parents[1]}/adapters"
-        promises.start(["train", str(config), f"run.name={name}", begun, *given, *more])
-    assert promises.rows(runs / "served") == promises.rows(runs / "colocated")
-    assert all(
-        promises.trajectories(runs / "served", n) == promises.trajectories(runs / "colocated", n)
-        for n in (1, 2)
-    )
-    assert promises.weights(runs / "served", 2) == promises.weights(runs / "colocated", 2)
-
-
-def test_an_engine_that_applies_the_adapters_itself_begins_with_the_imported_ones(run: Path) -> None:
-    config, given = run.parents[1] / "config.yaml", (*RUN, "parallel.tensor=1", "model.lora.sync=adapter")
-    promises.start(
-        ["train", str(config), "run.name=alone", *given, f"model.lora.path={run.parents[1]}/adapters"]
-    )
-    for row in rows(run.parent / "alone")[1:]:
-        assert row["actor/first_kl_to_old"] == 0 and row["mismatch/mean_abs"] < 1e-6

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from megatron_stppo.cluster.launch import process
-from tests.training.update.layouts import SETTINGS, batch
+from tests.training.update.layouts import SETTINGS, batch, learner_of
 
 VOCABULARY, TOKENS, EPISODES = 301, 6, 32
 
@@ -15,28 +13,14 @@ def build(
     model: str, teacher: str | None, folder: str, parallel: dict[str, Any] | None = None, rank: int = 0
 ) -> Any:
     """Return a learner with the preset `distil`. rank: that of adapters; 0 without."""
-    process.prepare(engine=False)
-    import torch
-    from megatron.core import parallel_state
-
-    from megatron_stppo.config import Config
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.parallel import groups
-    from megatron_stppo.weights.sharding.hf_names import read_shape
-
-    torch.set_num_threads(1)
-    config = Config.model_validate(
-        {
-            "run": {"root": folder, "iterations": 100},
-            "model": {"path": model, "reference_path": teacher, "lora": {"rank": rank}},
-            "parallel": parallel or {},
-            "update": {"minibatches": 1, "actor": SETTINGS},
-            "algorithm": {"preset": "distil"},
-        }
+    return learner_of(
+        model,
+        run={"root": folder, "iterations": 100},
+        model={"reference_path": teacher, "lora": {"rank": rank}},
+        parallel=parallel or {},
+        update={"minibatches": 1, "actor": SETTINGS},
+        algorithm={"preset": "distil"},
     )
-    known = parallel_state.model_parallel_is_initialized()
-    mesh = (groups.replace if known else groups.initialize)(config.parallel)
-    return build_learner(config, read_shape(Path(model)), mesh, torch.float32)
 
 
 def scored(model: str, teacher: str, folder: str, parallel: dict[str, Any], rank: int) -> Any:

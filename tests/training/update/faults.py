@@ -6,40 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.cluster.launch import process
-from tests.training.update.layouts import SETTINGS, batch
+from tests.training.update.layouts import SETTINGS, batch, learner_of
 
 
-def settings(model: str, tensor: int) -> tuple[Any, ...]:
-    """Return (config, mesh, shape). It may be called again for another layout."""
-    from megatron.core import parallel_state
-
-    from megatron_stppo.config import Config
-    from megatron_stppo.parallel import groups
-    from megatron_stppo.weights.sharding.hf_names import read_shape
-
-    config = Config.model_validate(
-        {
-            "model": {"path": model},
-            "parallel": {"tensor": tensor},
-            "update": {"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1, "old_logprob": "score"},
-            # the exact correction has a second backward pass, which no rank may start alone
-            "algorithm": {"preset": "st_ppo", "correction": "gradient", "kl_coefficient": 0},
-        }
+def build(model: str, tensor: int = 1) -> Any:
+    return learner_of(
+        model,
+        parallel={"tensor": tensor},
+        update={"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1, "old_logprob": "score"},
+        # the exact correction has a second backward pass, which no rank may start alone
+        algorithm={"preset": "st_ppo", "correction": "gradient", "kl_coefficient": 0},
     )
-    again = parallel_state.model_parallel_is_initialized()
-    mesh = (groups.replace if again else groups.initialize)(config.parallel)
-    return config, mesh, read_shape(Path(model))
-
-
-def trainer(model: str) -> Any:
-    process.prepare(engine=False)
-    config, mesh, shape = settings(model, 1)
-    import torch
-
-    from megatron_stppo.model import build
-
-    return build.trainer("actor", shape, config, mesh, torch.float32)
 
 
 def state_of(actor: Any) -> list[Any]:
@@ -55,27 +32,23 @@ def state_of(actor: Any) -> list[Any]:
 
 def step_on_faults(model: str, layouts: tuple[int, ...]) -> list[dict[str, tuple[Any, ...]]]:
     """Return the result of `_step_on_faults` for every layout."""
-    process.prepare(engine=False)
     return [_step_on_faults(model, tensor) for tensor in layouts]
 
 
 def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
     """Return {fault: (skipped, unchanged, steps skipped so far)}. Faults are planted on rank 1 only."""
-    config, mesh, shape = settings(model, tensor)
+    learner = build(model, tensor)
     import torch
     import torch.distributed as dist
 
     from megatron_stppo.base.types import EstimatedBatch
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.model.policy_head import PolicyHead
     from megatron_stppo.training.stages import divided, score, update
     from megatron_stppo.training.update.actor_step import ActorLoss, actor_step, minibatch_weights
     from megatron_stppo.training.update.critic_step import critic_step
 
-    here, nan, a = dist.get_rank() == 1, float("nan"), config.algorithm
-    learner = build_learner(config, shape, mesh, torch.float32)
+    here, nan, a = dist.get_rank() == 1, float("nan"), learner.config.algorithm
     actor, critic, packer = learner.actor, learner.critic, learner.packer
-    head = PolicyHead.of(actor.model, mesh, shape.vocab, segments=a.segments)
+    head = learner.head(actor.model)
     models, found, every = (actor, critic), {}, packer.whole(batch())
 
     def spoil(name: str, column: str | None, step: Any, owner: Any = None) -> None:
@@ -145,11 +118,10 @@ def _step_on_faults(model: str, tensor: int) -> dict[str, tuple[Any, ...]]:
 
 def load_after_damage(model: str, folder: str) -> tuple[int, str]:
     """Return (step loaded after a byte of the newest checkpoint was flipped, error when both are damaged)."""
-    actor = trainer(model)
-    config, mesh, _ = settings(model, 1)
+    learner = build(model)
     from megatron_stppo.checkpoint import saving
 
-    saver = saving.Saver(Path(folder), config, mesh.layout)
+    actor, saver = learner.actor, saving.Saver(Path(folder), learner.config, learner.mesh.layout)
     for step in (1, 2):
         saver.save(step, {"actor": actor}, {"iteration": step})
     saver.finish()

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.cluster.launch import process
-from tests.training.update.layouts import SETTINGS, batch
+from tests.training.update.layouts import SETTINGS, batch, learner_of
 
 CURRENT, LAG = 5, 0.1  # nats by which the policy has raised every token's log-prob since version 4
 
@@ -18,37 +17,25 @@ def updates(model: str, folder: str) -> dict[str, Any]:
 
     Version 4 wrote trajectories 0, 1 and 3 and the first half of trajectory 2, version 5 the rest.
     """
-    process.prepare(engine=False)
-    import torch
-
-    from megatron_stppo.config import Config
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.observe.describe import describe_batch
-    from megatron_stppo.parallel import groups
-    from megatron_stppo.training.advantage import estimate
-    from megatron_stppo.training.guard import dumps
-    from megatron_stppo.training.stages import divided, score, update
-    from megatron_stppo.weights.sharding.hf_names import read_shape
-
-    def config(old_policy: str) -> Any:
-        algorithm = {
+    learner = learner_of(
+        model,
+        run={"root": folder},
+        update={"actor": SETTINGS, "minibatches": 2, "tokens_per_microbatch": 40},
+        algorithm={
             "preset": "turn_ppo",
             "advantage": "group",
             "kl_coefficient": 0,
-            "old_policy": old_policy,
-        }
-        return Config.model_validate(
-            {
-                "run": {"root": folder},
-                "model": {"path": model},
-                "update": {"actor": SETTINGS, "minibatches": 2, "tokens_per_microbatch": 40},
-                "algorithm": algorithm,
-            }
-        )
+            "old_policy": "score",
+        },
+    )
+    import torch
 
-    scoring, group_N = config("score"), torch.arange(8) % 4
-    mesh = groups.initialize(scoring.parallel)
-    learner = build_learner(scoring, read_shape(Path(model)), mesh, torch.float32)
+    from megatron_stppo.observe.describe import describe_batch
+    from megatron_stppo.training.advantage import estimate
+    from megatron_stppo.training.guard import dumps
+    from megatron_stppo.training.stages import divided, score, update
+
+    scoring, group_N = learner.config, torch.arange(8) % 4
     bare = divided(learner, batch(), CURRENT)
     bare = replace(bare, reward_T=torch.arange(60.0) % 7)
     version_T = torch.full((60,), CURRENT)
@@ -59,12 +46,12 @@ def updates(model: str, folder: str) -> dict[str, Any]:
         engine_T = now_T - LAG * (CURRENT - version_T) - error * (version_T == CURRENT)
         played = replace(bare, version_T=version_T, rollout_logprob_T=engine_T)
         for old_policy in ("score", "behaviour"):
-            learner.config = config(old_policy)
+            learner.config = scoring.changed(algorithm={"old_policy": old_policy})
             given = estimate(score(learner, played), learner.config.algorithm, group_N)
             row, last, given = update(learner, given, CURRENT, hold=True)
             assert last is not None
-            dumps.write(Path(folder), 1, given, group_N, mesh, ["a test"], keep=1)
-            again, _ = dumps.read(Path(folder), 1, mesh)
+            dumps.write(Path(folder), 1, given, group_N, learner.mesh, ["a test"], keep=1)
+            again, _ = dumps.read(Path(folder), 1, learner.mesh)
             assert torch.equal(again.old_logprob_T, given.old_logprob_T)
             assert torch.equal(again.version_T, version_T)
             found[name + old_policy] = last.ratio_S.tolist(), row | describe_batch(given)

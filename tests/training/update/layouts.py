@@ -155,6 +155,27 @@ def batch(same: int = 4) -> Any:
     )
 
 
+def learner_of(model: str, /, **sections: Any) -> Any:
+    """Return a learner of a model's folder, with these sections of a configuration. Collective.
+
+    A process may call it again, also for another layout.
+    """
+    process.prepare(engine=False)
+    import torch
+    from megatron.core import parallel_state
+
+    from megatron_stppo.config import Config
+    from megatron_stppo.model.learner import build_learner
+    from megatron_stppo.parallel import groups
+    from megatron_stppo.weights.sharding.hf_names import read_shape
+
+    torch.set_num_threads(1)
+    config = Config.model_validate({**sections, "model": {"path": model, **sections.get("model", {})}})
+    known = parallel_state.model_parallel_is_initialized()
+    mesh = (groups.replace if known else groups.initialize)(config.parallel)
+    return build_learner(config, read_shape(Path(model)), mesh, torch.float32)
+
+
 def estimated(learner: Any, iteration: int) -> Any:
     """Return `batch`, scored for an iteration, with its own advantages and returns."""
     from megatron_stppo.base.types import EstimatedBatch

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from megatron_stppo.cluster.launch import process
-from tests.training.update.layouts import SETTINGS, batch
+from tests.training.update.layouts import SETTINGS, batch, learner_of
 
 # Every metric that reads old log-probs, in the loss, in the correction and in what a run reports.
 ALGORITHM = {
@@ -24,42 +22,29 @@ def iterations(
     model: str, parallel: dict[str, Any], algorithm: dict[str, Any], folder: str
 ) -> dict[str, dict[str, Any]]:
     """Return {update.old_logprob: what two iterations of two epochs computed}."""
-    process.prepare(engine=False)
     return {source: _iterations(model, parallel, algorithm, source, folder) for source in ("score", "update")}
 
 
 def _iterations(
     model: str, parallel: dict[str, Any], algorithm: dict[str, Any], source: str, folder: str
 ) -> Any:
-    from megatron.core import parallel_state
-
-    initialized = parallel_state.model_parallel_is_initialized()
+    learner = learner_of(
+        model,
+        run={"root": folder, "name": source},
+        parallel=parallel,
+        update={"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1, "epochs": 2}
+        | {"old_logprob": source, "tokens_per_microbatch": 40, "logit_rows": 8},
+        algorithm=ALGORITHM | algorithm,
+    )
     import torch
 
-    from megatron_stppo.config import Config
-    from megatron_stppo.model.learner import build_learner
     from megatron_stppo.observe.describe import describe_batch
-    from megatron_stppo.parallel import groups
     from megatron_stppo.training.advantage import estimate
     from megatron_stppo.training.stages import divided, score, update
     from megatron_stppo.training.update.ratios import turns
-    from megatron_stppo.weights.sharding.hf_names import read_shape
 
-    torch.set_num_threads(1)
-    config = Config.model_validate(
-        {
-            "run": {"root": folder, "name": source},
-            "model": {"path": model},
-            "parallel": parallel,
-            "update": {"actor": SETTINGS, "critic": SETTINGS, "minibatches": 1, "epochs": 2}
-            | {"old_logprob": source, "tokens_per_microbatch": 40, "logit_rows": 8},
-            "algorithm": ALGORITHM | algorithm,
-        }
-    )
+    config, group_N = learner.config, torch.arange(8) % 4
     config.run.folder.mkdir(parents=True, exist_ok=True)
-    mesh = (groups.replace if initialized else groups.initialize)(config.parallel)
-    learner = build_learner(config, read_shape(Path(model)), mesh, torch.float32)
-    group_N = torch.arange(8) % 4
     rows, scored, records = [], [], []
     for iteration in range(2):
         drawn = torch.Generator().manual_seed(iteration)

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.cluster.launch import process
-from tests.training.update.layouts import SETTINGS, estimated
+from tests.training.update.layouts import SETTINGS, estimated, learner_of
 
 STEPS = {"epochs": 2, "minibatches": 2, "tokens_per_microbatch": 40, "critic": SETTINGS}
 
@@ -21,28 +20,17 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
     Asserts that both ends have bitwise the same weights, and that advantages are whitened by the deviation of
     the iterations before the resumption.
     """
-    process.prepare(engine=False)
+    sections = {
+        "run": {"root": folder},
+        "update": {"actor": SETTINGS | {"lr": 5e-3}} | STEPS,
+        "algorithm": {"kl_coefficient": 0} | algorithm,
+    }
+    learner, rows, memories = learner_of(model, **sections), [], []
     import torch
 
     from megatron_stppo.checkpoint import saving
-    from megatron_stppo.config import Config
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.parallel import groups
     from megatron_stppo.training.advantage import estimate
     from megatron_stppo.training.stages import advantages, update
-    from megatron_stppo.weights.sharding.hf_names import read_shape
-
-    torch.set_num_threads(1)
-    config = Config.model_validate(
-        {
-            "run": {"root": folder},
-            "model": {"path": model},
-            "update": {"actor": SETTINGS | {"lr": 5e-3}} | STEPS,
-            "algorithm": {"kl_coefficient": 0} | algorithm,
-        }
-    )
-    mesh, shape = groups.initialize(config.parallel), read_shape(Path(model))
-    rows, memories = [], []
 
     def iterate(learner: Any, iteration: int, hold: bool = False, spoiled: bool = False) -> None:
         weight = next(learner.actor.chunks[0].parameters())
@@ -54,23 +42,22 @@ def resumed(model: str, folder: str, algorithm: dict[str, Any]) -> tuple[list[An
         memories.append(learner.actor.memory)
         assert learner.usual_deviation == learner.actor.memory.deviation
 
-    learner = build_learner(config, shape, mesh, torch.float32)
     iterate(learner, 0)
     iterate(learner, 1, spoiled=True)
     iterate(learner, 2, hold=True)
-    saver = saving.Saver(Path(folder) / "checkpoints", config, mesh.layout)
+    saver = saving.Saver(Path(folder) / "checkpoints", learner.config, learner.mesh.layout)
     saver.save(3, learner.trainers, {"iteration": 3})
     saver.finish()
     iterate(learner, 3)
     expected = [p.detach().clone() for chunk in learner.actor.chunks for p in chunk.parameters()]
-    again = build_learner(config, shape, mesh, torch.float32)
+    again = learner_of(model, **sections)
     saver.load(again.trainers)
     scored = estimated(again, 3)
     reward_T, group_N = torch.zeros_like(scored.reward_T), torch.zeros(len(scored.live_N))
     reward_T[0] = 1e-3  # with values of 0 the deviation is far below the usual 0.1
     scored = replace(scored, reward_T=reward_T, value_T=torch.zeros_like(reward_T))
     largest = advantages(again, scored, group_N).advantage_T.abs().max()
-    alone = estimate(scored, config.algorithm, group_N).advantage_T.abs().max()
+    alone = estimate(scored, learner.config.algorithm, group_N).advantage_T.abs().max()
     assert largest < 0.1 < alone, "a failure is not scaled up"
     iterate(again, 3)
     found = [p for chunk in again.actor.chunks for p in chunk.parameters()]

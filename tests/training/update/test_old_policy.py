@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_stppo.config import Config
-from megatron_stppo.config.old_logprob import rules
+from megatron_stppo.config.update import rules
 from tests.ranks import run_ranks
 from tests.training.update import lagging, layouts, old_policy
 

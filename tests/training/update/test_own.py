@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,31 +60,42 @@ def test_tokens_of_failed_trajectories_alone_add_nothing() -> None:
     assert (found.objective.item(), found.kl_k3.item(), found.tokens.item()) == (0, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [{"preset": "cispo"}, {"preset": "dppo", "select_bound": 1e-3}],
-    ids=lambda given: given["preset"],
-)
-def test_presets_without_clipping_make_an_update(algorithm: dict[str, Any], tmp_path: Path) -> None:
-    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
-    (row,) = run_ranks(whole.one_update, 1, str(tmp_path / "hf"), str(tmp_path), algorithm)
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "cispo": {"preset": "cispo"},
+    "dppo": {"preset": "dppo", "select_bound": 1e-3},
+    "controlled": {"preset": "st_ppo", "rate": "open_loop", "rate_profile": [0.5, 1]},
+    "kl": {"preset": "kl", "rate_kl": 1e-6},
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The rows of an update with each algorithm."""
+    folder = tmp_path_factory.mktemp("own")
+    layouts.write_model(folder / "hf", num_hidden_layers=1)
+    given = (str(folder / "hf"), str(folder), list(ALGORITHMS.values()))
+    (found,) = run_ranks(whole.one_update_each, 1, *given)
+    return dict(zip(ALGORITHMS, found, strict=True))
+
+
+@pytest.mark.parametrize("preset", ["cispo", "dppo"])
+def test_presets_without_clipping_make_an_update(rows: dict[str, dict[str, Any]], preset: str) -> None:
+    row = rows[preset]
     assert row["actor/clip_fraction"] == 0 and row["actor/correction_scale"] == 1
     assert row["actor/skipped"] == 0 and row["actor/kl_after"] > 0
-    if algorithm["preset"] == "dppo":  # the first step has moved probabilities by more than the bound
+    if preset == "dppo":  # the first step has moved probabilities by more than the bound
         assert row["actor/selected"] < 1
     else:
         assert row["actor/selected"] == 1
     assert "actor/removed_share" not in row and row["actor/effective_share"] == 1
 
 
-def test_shares_are_means_over_the_steps_that_clipping_or_the_controller_could_change(tmp_path: Path) -> None:
+def test_shares_are_means_over_the_steps_that_clipping_or_the_controller_could_change(
+    rows: dict[str, dict[str, Any]],
+) -> None:
     """Of two steps the controller sets the rate of both. The first clips nothing: its ratios are 1."""
-    layouts.write_model(tmp_path / "hf", num_hidden_layers=1)
-    given = (str(tmp_path / "hf"), str(tmp_path))
-    controlled = {"preset": "st_ppo", "rate": "open_loop", "rate_profile": [0.5, 1]}
-    (row,) = run_ranks(whole.one_update, 1, *given, controlled)
+    row = rows["controlled"]
     removed, second = row["actor/removed_share"], 2 * row["actor/correction_scale"] - 1
     assert 0 < removed < 1 and second == pytest.approx(1 / max(1, 10 * removed / (1 - removed)))
     assert row["actor/effective_share"] == pytest.approx((0.5 + second) / 2)
-    (row,) = run_ranks(whole.one_update, 1, *given, {"preset": "kl", "rate_kl": 1e-6})
-    assert row["actor/effective_share"] == pytest.approx((1 + 1 / 1.5) / 2)
+    assert rows["kl"]["actor/effective_share"] == pytest.approx((1 + 1 / 1.5) / 2)

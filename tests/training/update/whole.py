@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_stppo.cluster.launch import process
-from tests.training.update.layouts import SETTINGS, batch, estimated
+from tests.training.update.layouts import SETTINGS, batch, estimated, learner_of
 
 
 def build(
@@ -17,25 +16,13 @@ def build(
     **update: Any,
 ) -> Any:
     """Return a learner with two minibatches per iteration."""
-    process.prepare(engine=False)
-    import torch
-
-    from megatron_stppo.config import Config
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.parallel import groups
-    from megatron_stppo.weights.sharding.hf_names import read_shape
-
-    config = Config.model_validate(
-        {
-            "run": {"root": folder},
-            "model": {"path": model},
-            "parallel": parallel or {},
-            "update": {"minibatches": 2, "actor": SETTINGS, "critic": SETTINGS, **update},
-            "algorithm": {"preset": "st_ppo", "kl_coefficient": 0, **(algorithm or {})},
-        }
+    return learner_of(
+        model,
+        run={"root": folder},
+        parallel=parallel or {},
+        update={"minibatches": 2, "actor": SETTINGS, "critic": SETTINGS, **update},
+        algorithm={"preset": "st_ppo", "kl_coefficient": 0, **(algorithm or {})},
     )
-    mesh = groups.initialize(config.parallel)
-    return build_learner(config, read_shape(Path(model)), mesh, torch.float32)
 
 
 def several(model: str, folder: str, steps: int) -> tuple[dict[str, Any], int, dict[str, bool]]:
@@ -179,37 +166,28 @@ def begun(model: str, critic: str, folder: str) -> tuple[dict[str, Any], list[st
     Return the critic's weights, and the errors of the same learner and of one whose critic begins with
     `model`, when they continue from the checkpoint.
     """
-    process.prepare(engine=False)
-    import torch
-
-    from megatron_stppo.config import Config, ConfigError
+    first, errors = learner_of(model, model={"critic_path": critic}, run={"root": folder}), []
+    from megatron_stppo.config import ConfigError
     from megatron_stppo.model.build import named_parameters
-    from megatron_stppo.model.learner import build_learner
-    from megatron_stppo.parallel import groups
-    from megatron_stppo.weights.sharding.hf_names import read_shape
 
-    def learner(path: str | None) -> Any:
-        config = Config.model_validate(
-            {"model": {"path": model, "critic_path": path}, "run": {"root": folder}}
-        )
-        mesh = groups.replace(config.parallel)
-        return build_learner(config, read_shape(Path(model)), mesh, torch.float32)
-
-    first, errors = learner(critic), []
     for path in (critic, None):
         try:
-            learner(path).check_beginning(first.beginning)
+            other = learner_of(model, model={"critic_path": path}, run={"root": folder})
+            other.check_beginning(first.beginning)
             errors.append("")
         except ConfigError as error:
             errors.append(str(error))
     return {name: p.detach().numpy() for name, p in named_parameters(first.critic.chunks).items()}, errors
 
 
-def one_update(model: str, folder: str, algorithm: dict[str, Any]) -> dict[str, Any]:
-    """Make an update. Return its row."""
-    learner = build(model, folder, algorithm=algorithm)
-    from megatron_stppo.training.stages import update
-    from megatron_stppo.training.update.own import Own
+def one_update_each(model: str, folder: str, algorithms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Make an update with each algorithm. Return their rows."""
+    rows = []
+    for algorithm in algorithms:
+        learner = build(model, folder, algorithm=algorithm)
+        from megatron_stppo.training.stages import update
+        from megatron_stppo.training.update.own import Own
 
-    row, _, _ = update(learner, estimated(learner, 0), 0, own=Own.of(learner.config).loss)
-    return row
+        row, _, _ = update(learner, estimated(learner, 0), 0, own=Own.of(learner.config).loss)
+        rows.append(row)
+    return rows
