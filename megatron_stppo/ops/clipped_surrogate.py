@@ -104,20 +104,39 @@ def clipped_surrogate(
     with torch.no_grad():
         if not isinstance(weight, Tensor) and weight == 0:
             weight = torch.zeros_like(logprob)  # a tensor makes the kernels mask NaN
-        inputs = (logprob, old_logprob, advantage, weight)
+        bounds = (clip_low, clip_high, dual_clip, clip_length_power, pooling)
+        given = Given(logprob, old_logprob, advantage, weight, segment_offsets, bounds, sum_p_sq)
         whole = None
         if group is not None and segment_offsets is not None and dist.get_world_size(group) > 1:
-            whole = summed(*inputs, segment_offsets)
+            whole = summed(given)
             dist.all_reduce(whole, group=group)
-        bounds = (clip_low, clip_high, dual_clip, clip_length_power, pooling)
-        totals, ratio, gradient_T, bias_T = computed(
-            *inputs, segment_offsets, bounds, sum_p_sq, with_bias, whole
-        )
+        totals, ratio, gradient_T, bias_T = computed(given, with_bias, whole)
         total_objective, *statistics = totals.unbind()
     objective: Tensor = _WithGradient.apply(  # type: ignore[no-untyped-call]
         logprob, total_objective, gradient_T
     )
     return ClippedSurrogate._make((objective, ratio, *statistics, gradient_T, bias_T))
+
+
+class Given(NamedTuple):
+    """What a computation of the surrogate reads: the arguments of `clipped_surrogate`."""
+
+    logprob: Tensor
+    old_logprob: Tensor
+    advantage: Tensor
+    weight: float | Tensor
+    offsets: Tensor | None
+    bounds: Bounds = (0.0, 0.0, None, 0.0, "mean")  # not read for sums of segments
+    sum_p_sq: Tensor | None = None
+
+    @property
+    def weight_T(self) -> Tensor:
+        weight = self.weight
+        return weight if isinstance(weight, Tensor) else torch.full_like(self.logprob, weight)
+
+    @property
+    def segments(self) -> int:
+        return len(self.logprob) if self.offsets is None else max(0, len(self.offsets) - 1)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -135,57 +154,39 @@ class _WithGradient(torch.autograd.Function):
         return gradient_T if is_one(cotangent) else cotangent * gradient_T, None, None
 
 
-def summed(
-    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, weight: float | Tensor, offsets: Tensor
-) -> Tensor:
+def summed(given: Given) -> Tensor:
     """Return segment_sums of algorithm/surrogate.py for this rank's tokens, float64 [S, 4]."""
+    logprob, offsets = given.logprob, given.offsets
+    assert offsets is not None
     if not extension.applies(logprob):
         check_offsets("segment_offsets", offsets, len(logprob))
-        return segment_sums(logprob, old_logprob, advantage, _weights(logprob, weight), offsets)
-    shape = (max(0, len(offsets) - 1), SEGMENT_SUMS)
-    part = torch.empty(shape, dtype=torch.float64, device=logprob.device)
+        return segment_sums(logprob, given.old_logprob, given.advantage, given.weight_T, offsets)
+    part = torch.empty((given.segments, SEGMENT_SUMS), dtype=torch.float64, device=logprob.device)
     if len(part):  # an empty tensor is a null pointer, which selects the full computation
-        _run(logprob, old_logprob, advantage, weight, offsets, part=part)
+        _run(given, part=part)
     return part
 
 
 def computed(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    weight: float | Tensor,
-    offsets: Tensor | None,
-    bounds: Bounds,
-    sum_p_sq: Tensor | None,
-    with_bias: bool,
-    whole: Tensor | None,
+    given: Given, with_bias: bool, whole: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return (totals, ratio [S], gradient_T, bias_T or None), float32.
 
     totals: the 0-d fields of ClippedSurrogate, in its order. whole: segment sums of all ranks, if segments
     are split over ranks.
     """
-    inputs = (logprob, old_logprob, advantage)
+    logprob = given.logprob
     if not extension.applies(logprob):
-        weight_T = _weights(logprob, weight)
-        return _fallback(*inputs, weight_T, offsets, bounds, sum_p_sq, with_bias, whole)
-    segments = len(logprob) if offsets is None else max(0, len(offsets) - 1)
-    ratio, gradient_T = logprob.new_empty(segments), torch.empty_like(logprob)
+        return _fallback(given, with_bias, whole)
+    ratio, gradient_T = logprob.new_empty(given.segments), torch.empty_like(logprob)
     bias_T = torch.empty_like(logprob) if with_bias else None
     totals = logprob.new_empty(TOTALS)
-    outputs = (ratio, gradient_T, bias_T, totals)
-    _run(*inputs, weight, offsets, bounds, sum_p_sq, outputs, whole=whole)
+    _run(given, (ratio, gradient_T, bias_T, totals), whole=whole)
     return totals, ratio, gradient_T, bias_T
 
 
 def _run(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    weight: float | Tensor,
-    offsets: Tensor | None,
-    bounds: Bounds = (0.0, 0.0, None, 0.0, "mean"),
-    sum_p_sq: Tensor | None = None,
+    given: Given,
     outputs: Sequence[Tensor | None] = (None,) * 4,
     part: Tensor | None = None,
     whole: Tensor | None = None,
@@ -195,6 +196,7 @@ def _run(
     outputs: ratio, gradient, bias and totals to be written; None if `part` is given. part: written with this
     rank's segment sums. whole: segment sums of all ranks.
     """
+    logprob, old_logprob, advantage, weight, offsets, bounds, sum_p_sq = given
     if not has_data(logprob):
         return
     total, segments = len(logprob), len(logprob) if offsets is None else len(offsets) - 1
@@ -219,17 +221,11 @@ def _run(
 
 
 def _fallback(
-    logprob: Tensor,
-    old_logprob: Tensor,
-    advantage: Tensor,
-    weight_T: Tensor,
-    offsets: Tensor | None,
-    bounds: Bounds,
-    sum_p_sq: Tensor | None,
-    with_bias: bool,
-    whole: Tensor | None,
+    given: Given, with_bias: bool, whole: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Compute the outputs with the torch fallback, from the reference implementation in algorithm/."""
+    logprob, old_logprob, advantage, _, offsets, bounds, sum_p_sq = given
+    weight_T = given.weight_T
     if offsets is not None:
         check_offsets("segment_offsets", offsets, len(logprob))
     clip_low, clip_high, dual_clip, length_power, pooling = bounds
@@ -267,7 +263,3 @@ def _fallback(
     )
     gradient_T, bias_T = result.gradient_T.float(), result.bias_T.float() if with_bias else None
     return torch.stack([x.float() for x in totals]), result.ratio_S.float(), gradient_T, bias_T
-
-
-def _weights(logprob: Tensor, weight: float | Tensor) -> Tensor:
-    return weight if isinstance(weight, Tensor) else torch.full_like(logprob, weight)

@@ -127,13 +127,14 @@ def large(size, device):
 
 @pytest.mark.parametrize("tile", SIZES)
 def test_the_float64_sums_of_a_turn_do_not_depend_on_the_tile(tile, device, tiled):
-    summed = import_module("megatron_stppo.ops.clipped_surrogate").summed
+    surrogate = import_module("megatron_stppo.ops.clipped_surrogate")
     given, settings, cut = large(SIZES[tile], device)
     inputs = (*given, settings["weight"])
-    sums = summed(*inputs, cut)
+    sums = surrogate.summed(surrogate.Given(*inputs, cut))
     for turn in (1, 2, 5, len(LENGTHS) - 1):  # 40,000, 33,000, 700 and 4,500 tokens
         mine = slice(int(cut[turn]), int(cut[turn + 1]))
-        alone = summed(*(x[mine] for x in inputs), offsets_of(LENGTHS[turn]))
+        own = surrogate.Given(*(x[mine] for x in inputs), offsets_of(LENGTHS[turn]))
+        alone = surrogate.summed(own)
         assert sums[turn].equal(alone[0])
 
 

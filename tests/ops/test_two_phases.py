@@ -22,7 +22,7 @@ def test_two_parts_of_every_turn_make_the_whole(pooling, dual, power, scale):
 
     def compute(tensors, offsets, sum_p_sq, sums):
         bounds = (0.2, 0.2, dual, power, pooling)
-        out = surrogate.computed(*tensors, offsets, bounds, sum_p_sq, True, sums)
+        out = surrogate.computed(surrogate.Given(*tensors, offsets, bounds, sum_p_sq), True, sums)
         objective, *statistics = out[0]
         return surrogate.ClippedSurrogate(objective, out[1], *statistics, *out[2:])
 
@@ -33,7 +33,7 @@ def test_two_parts_of_every_turn_make_the_whole(pooling, dual, power, scale):
     for chosen, own in ((first, counts), (~first, torch.tensor(LENGTHS) - counts)):
         offsets = torch.nn.functional.pad(own.cumsum(0), (1, 0))
         parts.append((chosen, [x[chosen] for x in inputs], offsets))
-    sums = sum(surrogate.summed(*part, offsets) for _, part, offsets in parts)
+    sums = sum(surrogate.summed(surrogate.Given(*part, offsets)) for _, part, offsets in parts)
     outs = [(c, compute(part, offsets, sum_p_sq[c], sums)) for c, part, offsets in parts]
     assert whole.clipped > 0
     for chosen, out in outs:

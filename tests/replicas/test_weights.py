@@ -14,9 +14,8 @@ from megatron_stppo.replicas.wire.weights import Link, LinkLost, layouts_of, why
 from megatron_stppo.weights.reshard.plan import lower_bound
 from megatron_stppo.weights.sharding.spans import row_widths
 from tests.ranks import RankError
-from tests.replicas import linked, linked_engine
+from tests.replicas import linked
 from tests.replicas.two_programs import Programs, run_programs
-from tests.rollout.vllm.tiny import build_model
 
 FOUR, ONE = Layout(2, 1, 2), Layout()
 Ended = dict[str, Future[list[Any]]]
@@ -128,16 +127,3 @@ def test_an_error_of_the_system_in_a_connection_means_that_the_replica_is_lost(w
     with pytest.raises(LinkLost, match="over refused: rank 0: ConnectionRefusedError: "):
         Link({}, linked.SHAPE, route, False, store, linked.TIMEOUT)
     assert why_lost(store, ["refused"]).startswith("ConnectionRefusedError"), "the replica does not wait"
-
-
-def test_vllm_serves_what_megatron_trains_under_the_version_that_was_sent(tmp_path: Path) -> None:
-    build_model(tmp_path)
-    ended = run_programs(
-        {"trainer": (linked_engine.train, 2, (tmp_path,)), "replica": (linked_engine.serve, 1, (tmp_path,))}
-    )
-    (seen,) = ended["replica"].result()
-    assert seen["differ 3"] == seen["differ 4"] == []
-    assert [run[0] for run in (*seen["turn 3"], *seen["turn 4"])] == [3, 4]
-    for reports in ended["trainer"].result():
-        assert [report.version for report in reports] == [3, 4]
-        assert reports[1].checksum == seen["report 4"].checksum

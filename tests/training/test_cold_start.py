@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -59,30 +57,6 @@ def test_the_loss_on_two_ranks_is_the_weighted_mean_over_all_tokens(tmp_path: Pa
     for found in run_ranks(cold_step.losses, 2, str(tmp_path / "hf"), SCRIPTS, weights):
         assert [of_all for of_all, _ in found] == pytest.approx(list(map(reference, weights)), rel=1e-5)
         assert [of_turns for _, of_turns in found] == pytest.approx([reference(0.0)] * 3, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("family", "fields"),
-    [
-        ("llama", {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 20.0}}),
-        ("qwen3", {"rope_theta": 20.0, "rope_parameters": None, "rope_scaling": {"type": "default"}}),
-        ("mixtral", {"rope_parameters": None, "rms_norm_eps": None}),  # both are other defaults than Llama's
-    ],
-)
-def test_rotary_settings_give_the_log_probs_of_transformers(
-    tmp_path: Path, family: str, fields: dict[str, Any]
-) -> None:
-    layouts.write_model(tmp_path, family, num_hidden_layers=1, initializer_range=0.4)
-    path = tmp_path / "config.json"
-    given = json.loads(path.read_text()) | fields
-    path.write_text(json.dumps({name: value for name, value in given.items() if value is not None}))
-    eager = {"experts_implementation": "eager"}  # the other one has no float64
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **eager)
-    ids = tuple(range(3, 43))
-    logprob = model(torch.tensor([ids])).logits[0, :-1].detach().log_softmax(-1)
-    expected = -float(logprob.gather(1, torch.tensor(ids[1:])[:, None]).mean())
-    (found,) = run_ranks(cold_step.losses, 1, str(tmp_path), [(ids, (True,) * 40)], [1.0])
-    assert found[0] == pytest.approx((expected, expected), rel=2e-6)
 
 
 def test_a_run_begins_with_the_adapters_of_a_cold_start_bit_for_bit(tmp_path: Path) -> None:

@@ -54,11 +54,3 @@ def test_action_rows_are_the_positions_of_the_action_tokens() -> None:
     rows = action_rows(batch())
     assert rows.tolist() == [0, 1, 2, 7, 8, 9]
     assert torch.equal(with_observations(batch()).action_index_T[rows], batch().action_index_T)
-
-
-def test_without_observations_nothing_changes() -> None:
-    turns = (Turn((1, 2), (-1.0, -2.0), (), 0.0, ((0, 2),)), Turn((3,), (-3.0,), (), 1.0, ((0, 1),)))
-    plain = to_batch([Trajectory(TASK, (9, 9), turns, "ok")])
-    whole = with_observations(plain)
-    for name in ("action_index_T", "turn_offsets", "action_offsets", "reward_T", "rollout_logprob_T"):
-        assert torch.equal(getattr(whole, name), getattr(plain, name)), name

@@ -86,28 +86,19 @@ def test_gigpo_adds_the_advantage_among_turns_that_answer_the_same_observation()
     assert advantages(played, turn_weight=0.5, **given) == pytest.approx([1.5, 1, 1.5, -1.5, -1.5], abs=1e-6)
 
 
-def drawn(generator: random.Random, turns: int, last: bool = False, group: int = 0) -> Trajectory:
-    """Return an episode with rewards at its end only, or at any turn, whose observations often repeat."""
+def drawn(generator: random.Random, turns: int, group: int) -> Trajectory:
+    """Return an episode with rewards at any turn, whose observations often repeat."""
     played = [
         turn(
-            generator.choice((0.0, 0.5, 1.0)) if not last or number == turns - 1 else 0.0,
+            generator.choice((0.0, 0.5, 1.0)),
             (generator.randrange(7, 9),) * generator.randrange(3),
             generator.randrange(1, 4),
         )
-        for number in range(turns)
+        for _ in range(turns)
     ]
     outcome = generator.choice(("ok", "ok", "ok", "wrong", "error"))
     branches = (Branch((3,), (replace(played[-1]),)),) if generator.random() < 0.3 else ()
     return Trajectory(TASK, PROMPT, tuple(played), outcome, group, branches=branches)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_with_a_reward_at_the_end_and_equally_many_turns_it_is_the_advantage_of_the_group(seed: int) -> None:
-    generator = random.Random(seed)
-    turns = generator.randrange(1, 5)
-    played = [drawn(generator, turns, last=True, group=generator.randrange(2)) for _ in range(8)]
-    expected = advantages(played, advantage="group")
-    assert advantages(played, advantage="group_turn") == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("longest", [4, 11])
@@ -146,15 +137,6 @@ def test_advantages_are_those_of_the_definition_for_any_episodes(advantage: str,
     turns = [turn for episode in episodes for history in episode.histories for turn in history]
     needed = [token.advantage for turn in turns for token in turn.acted]
     assert advantages(played, **given) == pytest.approx(needed, abs=1e-5)
-
-
-@pytest.mark.parametrize("outcome", ["error", None])
-def test_the_turns_of_the_only_live_episode_of_a_task_are_not_compared(outcome: str | None) -> None:
-    """Discounting alone would give them advantages of 1.4 and -1.4."""
-    turns = (turn(0.0), turn(0.0), turn(1.0))
-    played = [Trajectory(TASK, PROMPT, turns, "ok")]
-    played += [Trajectory(TASK, PROMPT, turns, "error")] if outcome else []
-    assert not any(advantages(played, advantage="group_turn", gamma=0.5))
 
 
 def test_a_turn_has_the_state_of_the_tokens_that_it_answers() -> None:

@@ -81,12 +81,6 @@ def test_the_environment_reads_every_space_that_the_policy_writes_and_the_other_
     assert tokenizer.decode(episode.context) == head + " hi a: b the"
 
 
-def test_special_tokens_in_an_observation_are_plain_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids = encode_plain(tokenizer, f"a{END}b")
-    assert tokenizer.eos_token_id not in ids
-    assert tokenizer.decode(ids) == f"a{END}b"
-
-
 def test_long_observation_is_cut_before_its_closing_tag(tokenizer: PreTrainedTokenizerFast) -> None:
     episode = started(tokenizer)
     episode.add_turn(turn(5))

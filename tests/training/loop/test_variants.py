@@ -143,24 +143,6 @@ def test_the_routes_of_a_dumped_batch_return_to_their_stages(config: Path) -> No
         assert row[key] == expected[key], key
 
 
-@pytest.mark.long
-def test_larger_microbatches_under_context_parallelism_change_no_more_than_rounding(config: Path) -> None:
-    """Needs the run of tensor_to_replicas_s_ppo, whose microbatches are at most 80 tokens each."""
-    rows, name = [], "tensor_to_replicas_s_ppo"
-    larger = (
-        *("run.name=larger", "run.iterations=1", "run.evaluate_every=0", "update.tokens_per_microbatch=200"),
-        *("parallel.tensor=1", "parallel.context=2", "parallel.sequence=false"),
-    )
-    small_run.run("train", config, *CASES[name], *larger).succeeded()
-    for run in (name, "larger"):
-        lines = (config.parent / "runs" / run / "metrics.jsonl").read_text().splitlines()
-        rows.append(json.loads(lines[-1]))
-    small, large = rows
-    assert large["actor/first_kl_to_old"] == 0, "exactly 1 for microbatches of another size too"
-    for key in ("actor/gradient_norm", "actor/clipping_bias", "critic/loss", "critic/gradient_norm"):
-        assert large[key] == pytest.approx(small[key], rel=1e-3), key
-
-
 def test_a_checkpoint_is_evaluated_and_converted(config: Path) -> None:
     """Needs the run of tensor_to_replicas_s_ppo."""
     name = "tensor_to_replicas_s_ppo"
