@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from vllm.distributed import parallel_state
 
 from megatron_stppo.cluster.launch.vllm_environment import SHARED_MEMORY
 from tests.orders import FOLDER, MAIN, Event, findings
@@ -17,16 +18,27 @@ from tests.ranks import run_ranks
 
 
 def forgiven() -> None:
-    """Use two groups in other orders than the other rank does, and one of them from a second thread."""
+    """Use two groups in other orders than the other rank does; and from a second thread one of them, and that
+    of an engine, which adds up over shared memory."""
     groups, host = [dist.new_group([0, 1]) for _ in range(2)], dist.new_group(backend="gloo")
+    os.environ["VLLM_DIST_IDENT"] = name = os.environ["MASTER_PORT"]
+    engine = parallel_state.GroupCoordinator([[0, 1]], dist.get_rank(), "gloo", True, group_name="tp")
+    dist.barrier()  # both have mapped the memory
+    for path in SHARED_MEMORY.glob(f"{name}-*"):
+        path.unlink(missing_ok=True)
 
     def add(group: dist.ProcessGroup) -> dist.Work:
         return dist.all_reduce(torch.ones(1), group=group, async_op=True)
 
     for work in [add(group) for group in (groups if dist.get_rank() else reversed(groups))]:
         work.wait()
-    for group in (groups[0], host):
-        second = threading.Thread(target=lambda group=group: add(group).wait(), name="second")
+    called = [
+        lambda: add(groups[0]).wait(),
+        lambda: add(host).wait(),
+        lambda: engine.all_reduce(torch.ones(2)),
+    ]
+    for call in called:
+        second = threading.Thread(target=call, name="second")
         second.start()
         second.join()
 
@@ -38,33 +50,12 @@ def test_contradictory_orders_and_another_thread_are_found(
     run_ranks(forgiven, 2)
     *threads, circle = findings(tmp_path / "orders")
     world = circle.split(": ")[1].split("/")[0]
-    assert sorted(threads) == [
-        f"thread second, group {world}/1, rank {n}: allreduce, 1 times" for n in (0, 1)
+    assert sorted(threads) == [  # the fourth group is that of the engine's device
+        f"thread second, group {world}/{group}, rank {n}: allreduce, 1 times"
+        for group in (1, 4)
+        for n in (0, 1)
     ]
     assert circle.startswith("contradictory orders: ") and "/1 call 1" in circle and "/2 call 1" in circle
-
-
-def engines(folder: str) -> None:
-    """Add up over shared memory, as an engine of two ranks does, in a second thread."""
-    from vllm.distributed.parallel_state import GroupCoordinator
-
-    os.environ["VLLM_DIST_IDENT"] = Path(folder).name  # part of the name of the shared memory
-    group = GroupCoordinator([[0, 1]], dist.get_rank(), "gloo", True, group_name="tp")
-    second = threading.Thread(target=group.all_reduce, args=(torch.ones(2),), name="second")
-    second.start()
-    second.join()
-    assert type(group.device_communicator.dist_module).__name__ == "_CPUSHMDistributed"
-    for path in SHARED_MEMORY.glob(f"{Path(folder).name}-*"):
-        path.unlink(missing_ok=True)
-
-
-def test_what_an_engine_adds_up_over_shared_memory_counts_as_nccl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "orders"))
-    run_ranks(engines, 2, str(tmp_path))
-    lines = findings(tmp_path / "orders")
-    assert [line.partition(", rank")[2] for line in lines] == [f" {n}: allreduce, 1 times" for n in (0, 1)]
 
 
 BOTH = [[("send", "1"), ("recv", "1")], [("send", "0"), ("recv", "0")]]

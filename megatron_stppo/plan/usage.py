@@ -15,7 +15,6 @@ from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.assumptions import GIB, Gpu, communicator
 from megatron_stppo.plan.memory import ModelUse
 from megatron_stppo.plan.work import Sharing, Work
-from megatron_stppo.weights.reshard.plan import BUCKET_BYTES
 from megatron_stppo.weights.sharding.hf_names import HEAD, ModelShape, hf_shapes
 from megatron_stppo.weights.sharding.low_rank import adapter_shapes
 from megatron_stppo.weights.sharding.tiles import Spans
@@ -219,17 +218,14 @@ def serving_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
 
 
 def replica_limit(config: Config, engine: EngineUse, gpu: Gpu) -> Iterator[str]:
-    """Yield the lines of serving_limit, and one if communicators and the buffers of an update do not fit
-    beside the engine's share of a replica's GPU.
-    """
+    """Yield the lines of serving_limit, and one if communicators do not fit beside the engine's share."""
     yield from serving_limit(config, engine, gpu)
-    buffers = max(0, 2 * min(BUCKET_BYTES["cuda"], engine.weights) - engine.working)
-    share, most = config.rollout.gpu_memory_utilization, gpu.usable - engine.communicators - buffers
-    if share * gpu.memory > most:
+    share, most = config.rollout.gpu_memory_utilization, (gpu.usable - engine.communicators) / gpu.memory
+    if share > most:
         yield (
             f"rollout.gpu_memory_utilization={share} of a replica: {_gib(engine.communicators)} of "
-            f"communicators and {_gib(buffers)} of buffers do not fit beside it; choose at most "
-            f"{math.floor(100 * most / gpu.memory) / 100} (here --assume replica_memory)"
+            f"communicators do not fit beside it; choose at most {math.floor(100 * most) / 100} (here "
+            "--assume replica_memory)"
         )
 
 

@@ -42,13 +42,11 @@ def test_two_batches_share_the_wait_for_their_slow_calls(model: Path, planner: P
 def test_replicas_whose_links_do_not_fit_beside_the_engine_are_left_out(
     thin: Path, planner: ProcessPoolExecutor
 ) -> None:
-    full = ("replica_memory=0.95",)
-    alone, linked = (
-        planner.submit(small_outlooks.outlook, str(thin), gpus, (1,), full).result() for gpus in (2, 5)
-    )
-    assert alone["gain"] and linked["gain"] is None, "one replica has no links"
-    why = "rollout.gpu_memory_utilization=0.95 of a replica: 1.2 GiB of communicators and 0.0 GiB of buffers"
-    assert f"{why} do not fit beside it; choose at most 0.94 (here --assume repl" in linked["printed"]
+    full = (str(thin), 5, (4, 1), ("replica_memory=0.95",))
+    printed = planner.submit(small_outlooks.outlook, *full).result()["printed"]
+    assert "1 x 1 │" in printed and "4 x 1 │" not in printed, "one replica has no links"
+    why = "rollout.gpu_memory_utilization=0.95 of a replica: 1.2 GiB of communicators do not fit beside it"
+    assert f"{why}; choose at most 0.94 (here --assume replica_memory)" in printed
 
 
 @pytest.mark.long

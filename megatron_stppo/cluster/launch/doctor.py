@@ -185,17 +185,20 @@ def driver_problem() -> str:
     if not re.match(r"\s*(\d|GPU-|MIG-)", os.environ.get("CUDA_VISIBLE_DEVICES", "0")):
         return ""
     hide = "or hide the GPUs with CUDA_VISIBLE_DEVICES= to use the CPU"
-    absent = "LibraryNotFound", "DriverNotLoaded", "NoPermission"
+    absent, broken = ("LibraryNotFound", "DriverNotLoaded", "NoPermission"), ""
     try:
         pynvml.nvmlInit()
     except tuple(getattr(pynvml, f"NVMLError_{name}") for name in absent):
         return ""
     except pynvml.NVMLError as error:  # for example an update of the driver while the old one is loaded
-        return f"GPU driver: {error}; reboot the machine, {hide}" if _torch_cuda() else ""
-    count, needed, why = len(connections.gpu_generations()), _torch_cuda(), _torch_error()
-    if not (count and needed and why):
+        broken = f"GPU driver: {error}; reboot the machine, {hide}"
+    torch = importlib.import_module("torch")
+    if torch.version.cuda is None or torch.cuda.is_available():
         return ""
-    driver, cuda = pynvml.nvmlSystemGetDriverVersion(), needed
+    if broken or not (count := len(connections.gpu_generations())):
+        return broken
+    driver = pynvml.nvmlSystemGetDriverVersion()
+    needed = cuda = int(torch.version.cuda.partition(".")[0])
     with contextlib.suppress(pynvml.NVMLError):  # a container may lack libcuda: torch's error says so
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2() // 1000
     if cuda < needed:
@@ -203,27 +206,14 @@ def driver_problem() -> str:
             f"GPU driver {driver}: is for CUDA {cuda}, torch for CUDA {needed}; install a newer one (580 for "
             f"CUDA 13), put compatibility libraries (cuda-compat-{needed}-0) first in LD_LIBRARY_PATH, {hide}"
         )
-    return (
-        f"GPU driver {driver}: has {count} GPUs, torch has none ({why}); if NVSwitch joins them, start "
-        f"nvidia-fabricmanager of the driver's version; remove cuda-compat-* of another one, {hide}"
-    )
-
-
-def _torch_cuda() -> int:
-    """Return the major version of CUDA for which torch was built; 0 if it was built for CPUs."""
-    return int((importlib.import_module("torch").version.cuda or "0").partition(".")[0])
-
-
-def _torch_error() -> str:
-    """Return the error with which torch finds no GPU, or ""."""
-    torch = importlib.import_module("torch")
-    if torch.cuda.is_available():
-        return ""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return str(error).partition("\n")[0]
-    return "no GPU is visible"
+        broken = str(error).partition("\n")[0]
+    return (
+        f"GPU driver {driver}: has {count} GPUs, torch has none ({broken}); if NVSwitch joins them, start "
+        f"nvidia-fabricmanager of the driver's version; remove cuda-compat-* of another one, {hide}"
+    )
 
 
 def kernels(major: int, minor: int) -> Finding:
