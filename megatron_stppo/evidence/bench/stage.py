@@ -35,7 +35,7 @@ from megatron_stppo.training.update.own import Own
 class Said:
     """What the environment of an episode has said. An entry of the lists is for a turn that it has answered.
 
-    Example: Said(7, (Message("user", "Guess."),), ("!",), [" higher ", ""], [-7001.25, 7002.25], "ok").
+    Example: Said(7, (Message("user", "Guess."),), ("!",), [" higher ", ""], [-7001.25, -7002.25], "ok").
     """
 
     seed: int  # of the environment
@@ -51,8 +51,8 @@ class Said:
 class RecordedEnvironment:
     """An environment whose answers are recorded, before the program under test has seen any of them.
 
-    Every turn gets another reward, because rewards that are all 0 could be lost or exchanged unseen. So does
-    a function that environment.reward names; it is called with the environment's own reward.
+    Every turn gets another reward, of both signs, none of them whole: others could be lost, exchanged or
+    rounded unseen. A function that environment.reward names is called with the environment's own.
     """
 
     def __init__(self, environment: AnyEnvironment, records: dict[int, Said]) -> None:
@@ -75,7 +75,7 @@ class RecordedEnvironment:
 
     async def step(self, action: str) -> StepResult:
         result, record = await contract.step(self._environment, action), self._record
-        reward = planted_reward(1000 * (record.seed % 1000) + len(record.rewards) + 1)
+        reward = (-1.0) ** record.seed * (1000 * (record.seed % 1000) + len(record.rewards) + 1.25)
         self._turns.append((action, result.observation))
         self._reward, record.outcome = result.reward, result.outcome
         if record.graded not in (None, result.reward):
@@ -96,11 +96,6 @@ class RecordedEnvironment:
 
     async def close(self) -> None:
         await contract.close(self._environment)
-
-
-def planted_reward(number: int) -> float:
-    """Return another reward for each number from 1 to 2^20, exact in float32. Example: -1.25, 2.25, -3.25."""
-    return (number + 0.25) * (-1.0) ** number
 
 
 @contextmanager

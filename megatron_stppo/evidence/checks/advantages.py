@@ -65,13 +65,7 @@ def finding(learner: Learner, own: OwnAdvantage | None = None) -> Checked:
     a = a if a.overlong_from is None else a.changed(overlong_from=3, overlong_to=9)
     penalty = {"kl_in": "reward", "kl_estimator": "k1", "kl_coefficient": max(0.1, a.kl_coefficient)}
     penalised = a.changed(**penalty)  # also where the run has no penalty, or a small one
-    cases = (
-        (a, None, 0.0),
-        (a, None, USUAL),
-        (a, 1.0, 0.0),
-        (a, 0.0, 0.0),
-        (penalised, None, 0.0),
-    )
+    cases = ((a, None, 0.0), (a, None, USUAL), (a, 1.0, 0.0), (a, 0.0, 0.0), (penalised, None, 0.0))
     for settings, equal, usual in cases:
         histories = planted(67, 3 * len(OUTCOMES), seed, equal)
         tokens += sum(len(history.token_ids) for history in histories)

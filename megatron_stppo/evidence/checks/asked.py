@@ -244,18 +244,13 @@ def _ends(stage: Stage) -> Checked:
     rollouts, reasons, wrong = stage.rollouts, Counter[str](), list(wrong_ends(stage))
     if not isinstance(rollouts, Worker) or stage.config.environment.kind == choose.AGENT:
         return Checked(ENDS, "skipped", "the stop strings of agents and of replicas are not known here")
+    decode = partial(decode_plain, rollouts.tokenizer)
     for n, trajectory in enumerate(stage.episodes):
         record, length = stage.record(n), len(trajectory.prompt_ids)
         stops = record.stop_strings if record is not None else ()
         for number, turn in enumerate(trajectory.turns, 1):
             room = min(stage.config.rollout.max_turn_tokens, stage.config.max_context - length)
-            reason = ended(
-                partial(decode_plain, rollouts.tokenizer),
-                turn.token_ids,
-                rollouts.engine.end_ids,
-                stops,
-                room,
-            )
+            reason = ended(decode, turn.token_ids, rollouts.engine.end_ids, stops, room)
             length += len(turn.token_ids) + len(turn.observation_ids)
             reasons[reason] += 1
             if reason not in ("end", "stop", "limit"):
