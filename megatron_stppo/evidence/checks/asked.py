@@ -45,6 +45,7 @@ TURN = 4  # tokens, at most
 MANY = 10**6  # of which samples are drawn
 # Sampling parameters that differ between requests, or say how vLLM returns its tokens.
 FREE = ("seed", "max_tokens", "logprobs", "detokenize", "output_kind")
+Decode = Callable[[Sequence[int]], str]
 REMEDY = "rollout, evaluate, data: report this line; the episodes are not sampled as configured"
 
 
@@ -280,13 +281,7 @@ def wrong_ends(stage: Stage) -> Iterator[str]:
             yield f"with room for {room} tokens, an episode has the outcome {episode.outcome}, not {needed}"
 
 
-def ended(
-    decode: Callable[[Sequence[int]], str],
-    ids: Sequence[int],
-    ends: Collection[int],
-    stops: Sequence[str],
-    room: int,
-) -> str:
+def ended(decode: Decode, ids: Sequence[int], ends: Collection[int], stops: Sequence[str], room: int) -> str:
     """Return why a turn ended: "end", "stop" or "limit"; or what is wrong."""
     *before, last = ids
     if set(before) & set(ends):
