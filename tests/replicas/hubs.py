@@ -6,8 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from megatron_stppo.base.types import Task, Trajectory, Turn
+from megatron_stppo.config import Config
 from megatron_stppo.data.ledger import Order, Terms
 from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.parallel.layout import Layout
@@ -48,6 +52,14 @@ class ScriptedReplica:
 
     def finish(self, number: int, **changed: object) -> None:
         self.dialer.send(Done(number, replace(played(number), **changed)))
+
+
+def bare_learner(folder: Path, **serving: object) -> Any:
+    """Return a learner, for Served, of a run in the folder. Its weights go nowhere."""
+    sections = {"model": {"path": folder / "model"}, "run": {"root": folder, "name": "run"}}
+    config = Config.model_validate(sections | {"serving": {"replicas": 2, **serving}})
+    mesh = SimpleNamespace(layout=Layout())
+    return SimpleNamespace(config=config, mesh=mesh, load_for=lambda phase: None)
 
 
 def played(number: int, version: int = 0) -> Trajectory:

@@ -9,17 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from megatron_stppo.base.errors import EngineLost, TooManyFailures
-from megatron_stppo.config import Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.ledger import Terms
 from megatron_stppo.data.tasks import TaskCursor
-from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer import served
 from megatron_stppo.replicas.trainer.ledger import EpisodeLedger
 from megatron_stppo.replicas.trainer.served import Served
@@ -37,7 +34,7 @@ from megatron_stppo.replicas.wire.messages import (
     Stop,
 )
 from megatron_stppo.training.rollouts import rollout_settings
-from tests.replicas.hubs import TASKS, ScriptedReplica, Trainer, hello, played, trainer
+from tests.replicas.hubs import TASKS, ScriptedReplica, Trainer, bare_learner, hello, played, trainer
 from tests.replicas.peers import until
 from tests.rollout.vllm.tiny import build_model
 
@@ -46,20 +43,10 @@ from tests.rollout.vllm.tiny import build_model
 def serving(t: Trainer, folder: Path) -> Iterator[Served]:
     """A trainer of one rank whose weights go nowhere: only the order of messages matters here."""
     build_model(folder / "model")
-    config = Config.model_validate(
-        {
-            "model": {"path": folder / "model"},
-            "run": {"root": folder, "name": "run"},
-            "serving": {"replicas": 2},
-        }
-    )
-    learner: Any = SimpleNamespace(
-        config=config, mesh=SimpleNamespace(layout=Layout()), load_for=lambda phase: None
-    )
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        yield Served(learner, store, t.hub)
+        yield Served(bare_learner(folder), store, t.hub)
     finally:
         dist.destroy_process_group()
 

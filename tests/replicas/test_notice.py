@@ -7,20 +7,16 @@ import signal
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from megatron_stppo.base.errors import Abandoned, EngineLost
 from megatron_stppo.cluster.preemption import PreemptionNotice
-from megatron_stppo.config import Config
-from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.replicas.trainer.served import Served
 from megatron_stppo.training.rollouts import rollout_settings
 from tests.ranks import run_ranks
-from tests.replicas.hubs import TASKS, trainer
+from tests.replicas.hubs import TASKS, bare_learner, trainer
 from tests.rollout.vllm.tiny import build_model
 
 
@@ -30,15 +26,7 @@ def wait_for_episodes(folder: Path, signalled: int, evaluates: bool) -> tuple[st
     evaluates: it waits for an evaluation, which is abandoned; else for a batch.
     """
     rank, notice = dist.get_rank(), PreemptionNotice(0)
-    given = {
-        "model": {"path": folder / "model"},
-        "run": {"root": folder, "name": "run"},
-        "serving": {"replicas": 2, "timeout": 60},
-    }
-    config = Config.model_validate(given)
-    learner: Any = SimpleNamespace(
-        config=config, mesh=SimpleNamespace(layout=Layout()), load_for=lambda phase: None
-    )
+    learner = bare_learner(folder, timeout=60)
     with trainer(timeout=60, notice=lambda: notice.reason) as (t, _):
         hub = t.hub if rank == 0 else None
         rollouts = Served(learner, dist.HashStore(), hub, lambda: notice.reason)
@@ -48,7 +36,7 @@ def wait_for_episodes(folder: Path, signalled: int, evaluates: bool) -> tuple[st
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
         try:
             if evaluates:
-                rollouts.play(TASKS[:2], 1, rollout_settings(config), 5)
+                rollouts.play(TASKS[:2], 1, rollout_settings(learner.config), 5)
             rollouts.draw(0)
         except (Abandoned, EngineLost) as lost:
             return f"{type(lost).__name__}: {lost}", time.monotonic() - began

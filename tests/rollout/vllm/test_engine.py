@@ -4,7 +4,6 @@ recorded."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from megatron_stppo.rollout.vllm.generation import Finished
-from tests.rollout.vllm.tiny import CONTEXT, VOCABULARY, fill, reference_logprobs
+from tests.rollout.vllm.tiny import CONTEXT, VOCABULARY, fill, reference_logprobs, refused
 
 PROMPTS = [tuple(range(5 + i, 25 + 2 * i)) for i in range(4)]
 LONG = tuple(10 + i % 200 for i in range(100))  # several blocks of the prefix cache
@@ -30,10 +29,10 @@ NO_MEMORY = (
 def observe(engine: Any, folder: Path) -> dict[str, Any]:
     from megatron_stppo.rollout.vllm.vllm_setup import LLMEngine, build_vllm
 
-    seen: dict[str, Any] = {"unpublished": _refused(lambda: engine.add("a", (5,), seed=0, max_tokens=1))}
+    seen: dict[str, Any] = {"unpublished": refused(lambda: engine.add("a", (5,), seed=0, max_tokens=1))}
     fill(engine.parameters(), folder)
     engine.published = lambda: 1
-    seen["not refreshed"] = _refused(lambda: engine.add("a", (5,), seed=0, max_tokens=1))
+    seen["not refreshed"] = refused(lambda: engine.add("a", (5,), seed=0, max_tokens=1))
     engine.refresh()
     seen["greedy"] = _generate(engine, PROMPTS, 16, temperature=0.0)
     seen["sampled"] = _generate(engine, PROMPTS, 64, temperature=TEMPERATURE)
@@ -50,39 +49,31 @@ def observe(engine: Any, folder: Path) -> dict[str, Any]:
     seen["long"] = _generate(engine, [LONG], 4, temperature=0.0)
     seen["crowded"] = _generate(engine, CROWD, 2, temperature=TEMPERATURE)
     seen["last of the crowd"] = _generate(engine, CROWD[-1:], 2, temperature=TEMPERATURE, first_seed=47)
-    seen["bad ids"] = _refused(lambda: engine.add("a", (VOCABULARY,), seed=0, max_tokens=1))
-    seen["no room"] = _refused(lambda: engine.add("a", (5,) * CONTEXT, seed=0, max_tokens=1))
+    seen["bad ids"] = refused(lambda: engine.add("a", (VOCABULARY,), seed=0, max_tokens=1))
+    seen["no room"] = refused(lambda: engine.add("a", (5,) * CONTEXT, seed=0, max_tokens=1))
     for name, parameter in engine.parameters().items():
         if "layernorm" in name:  # also changes the contents of the prefix cache
             parameter.mul_(0.5)
     engine.published = lambda: 2
-    seen["stale cache"] = _refused(lambda: engine.add("a", (5,), seed=0, max_tokens=1))
+    seen["stale cache"] = refused(lambda: engine.add("a", (5,), seed=0, max_tokens=1))
     engine.refresh()
     seen["new weights"] = _generate(engine, [LONG], 4, temperature=0.0)
     engine.add("running", (5, 6), seed=0, max_tokens=50)
     engine.step()
-    seen["refresh while running"] = _refused(engine.refresh)
+    seen["refresh while running"] = refused(engine.refresh)
     engine.published = _poisoned
-    seen["poisoned"] = _refused(engine.step)
+    seen["poisoned"] = refused(engine.step)
     engine.abort_all()
     seen["unfinished"] = engine.unfinished
-    seen["too long"] = _refused(lambda: build_vllm(replace(engine._settings, max_context=CONTEXT + 1)))
+    seen["too long"] = refused(lambda: build_vllm(replace(engine._settings, max_context=CONTEXT + 1)))
     with mock.patch.object(LLMEngine, "from_engine_args", side_effect=ValueError(NO_MEMORY)):
-        seen["no memory"] = _refused(lambda: build_vllm(engine._settings))
+        seen["no memory"] = refused(lambda: build_vllm(engine._settings))
     seen["cuda"] = torch.cuda.is_available()
     return seen
 
 
 def _poisoned() -> int:
     raise RuntimeError("poisoned: shard 3 is torn")
-
-
-def _refused(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
 
 
 def _generate(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_stppo.rollout.vllm.generation import Finished
-from tests.rollout.vllm.tiny import CONTEXT, fill, reference_logprobs
+from tests.rollout.vllm.tiny import CONTEXT, fill, reference_logprobs, refused
 
 LONG = tuple(10 + i % 200 for i in range(100))  # several blocks of the prefix cache
 PROMPTS = [*(tuple(range(5 + i, 25 + 2 * i)) for i in range(3)), LONG]
@@ -94,14 +94,6 @@ def play(engine: Any, events: Mapping[int, Event]) -> list[Finished]:
         finished += engine.step()
     assert not engine.unfinished
     return sorted(finished, key=lambda one: one.request_id)
-
-
-def refused(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "not refused"
 
 
 @pytest.fixture(scope="module", params=["synchronous", "asynchronous"])

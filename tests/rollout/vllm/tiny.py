@@ -6,6 +6,7 @@ Being random, it emits any byte; so every stop string, broken character and limi
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,14 @@ def reference_logprobs(model: Any, ids: tuple[int, ...], temperature: float = 1.
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, :-1].double() / temperature
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+def refused(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
 
 
 def task(index: int, behave: str = "play") -> Task:

@@ -153,16 +153,6 @@ def test_adapters_in_the_format_of_peft_give_the_log_probs_of_the_trainer_when_m
 
 
 @each_run
-def test_evaluating_a_checkpoint_gives_the_numbers_of_the_run(runs: tuple[Path, Path]) -> None:
-    config, result = runs[0].parents[1] / "config.yaml", runs[0].parents[1] / "result.json"
-    given = ("--checkpoint", "step_3", "--output", str(result), f"run.name={runs[0].name}", *LORA)
-    small_run.run("evaluate", config, *given).succeeded()
-    alone, during = json.loads(result.read_text()), rows(runs[0])[-1]
-    del alone["evaluate/tokens_per_second"], alone["model"], alone["checkpoint"]
-    assert alone == {name: during[name] for name in alone} and alone["evaluate/episodes"] == 3
-
-
-@each_run
 def test_replayed_rollouts_give_the_same_adapters_bitwise(runs: tuple[Path, Path]) -> None:
     small_run.run("replay", runs[0], "run.name=replayed").succeeded()
     replayed = runs[0].with_name("replayed")
@@ -178,13 +168,6 @@ def test_replayed_rollouts_give_the_same_adapters_bitwise(runs: tuple[Path, Path
 def test_every_log_prob_is_that_of_the_adapters_that_its_token_names(runs: tuple[Path, Path]) -> None:
     said = promises.start(["audit", str(runs[0]), "parallel.tensor=1"])
     assert "passed; " in said and "not audited" not in said
-
-
-def test_an_engine_of_tensor_2_applies_the_adapters_of_a_trainer_of_two_stages(tmp_path: Path) -> None:
-    config = small_run.write(tmp_path)
-    layout = ("parallel.tensor=1", "parallel.pipeline=2", "rollout.engine_tensor=2")
-    small_run.run("train", config, "run.name=stages", *LORA, "model.lora.sync=adapter", *layout).succeeded()
-    agrees(tmp_path / "runs" / "stages")
 
 
 @both
