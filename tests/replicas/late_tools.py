@@ -1,8 +1,8 @@
-"""The searching environment with tools that take a random time; faults can be planted in a replica.
+"""The searching environment with tools that take a random time; a fault can be planted in a replica.
 
 environment.kind=tests.replicas.late_tools:factory. Variables: LATE, the mean seconds of an answer (the times
 are not seeded: no two runs have the same); HOLD, the path of a file, while which exists no tool answers;
-PLANT, a fault for the audit to find.
+PLANT: if set, replicas keep stale blocks, for the audit to find.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
 
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.config import EnvironmentConfig
@@ -46,7 +44,7 @@ class Late:
 
 def factory(config: EnvironmentConfig) -> Callable[[], Late]:
     if PLANT and "serve" in sys.argv and "vllm" in sys.modules:  # once: a replica makes it after its imports
-        PLANTED[PLANT]()
+        _keep_stale_blocks()
     make = searching.factory(config)
     return lambda: Late(make())
 
@@ -71,40 +69,3 @@ def _keep_stale_blocks() -> None:
             scheduler.reset_prefix_cache = kept
 
     Engine.refresh = stale  # type: ignore[method-assign]
-
-
-def _lose_an_update() -> None:
-    """The update to version 2 is acknowledged, but the old weights stay."""
-    from megatron_stppo.replicas.wire.weights import Link
-
-    sync = Link.sync
-
-    def lost(link, version):
-        target = link._reshard._exchanges[-1]._target
-        before = {name: tensor.detach().clone() for name, tensor in target.items()}
-        report = sync(link, version)
-        if version == 2:
-            with torch.no_grad():
-                for name, tensor in target.items():
-                    tensor.copy_(before[name])
-        return report
-
-    Link.sync = lost  # type: ignore[method-assign]
-
-
-def _name_the_version_before() -> None:
-    """Tokens are said to be of the version before the one that generated them."""
-    from megatron_stppo.rollout.vllm.engine import Engine
-
-    refresh = Engine.refresh
-
-    def wrong(engine: Engine, *, recompute: bool = False) -> int:
-        if "_true" not in vars(engine):  # once: every wrapper would subtract another one
-            engine._true = engine.published
-            engine.published = lambda: max(0, engine._true() - 1)
-        return refresh(engine, recompute=recompute)
-
-    Engine.refresh = wrong  # type: ignore[method-assign]
-
-
-PLANTED = {"stale": _keep_stale_blocks, "lost": _lose_an_update, "version": _name_the_version_before}

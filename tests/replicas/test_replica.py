@@ -17,7 +17,6 @@ from megatron_stppo.base.types import Trajectory
 from megatron_stppo.config import Config, ConfigError
 from megatron_stppo.replicas.wire import keys
 from megatron_stppo.replicas.wire.measure import Counters
-from megatron_stppo.rollout.episodes.episode import Limits
 from megatron_stppo.weights.sharding.hf_names import read_shape
 from tests.ranks import run_ranks
 from tests.replicas.games import Dice
@@ -82,6 +81,7 @@ def once(
     from megatron_stppo.cluster.launch.rendezvous import connect_store
     from megatron_stppo.replicas.replica.replica import Replica
     from megatron_stppo.replicas.replica.start import first_rank
+    from megatron_stppo.training.rollouts import rollout_settings
     from megatron_stppo.replicas.wire.weights import Link
 
     shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
@@ -92,7 +92,9 @@ def once(
         return Link(engine.parameters(), shape, route, receives, store, timeout)
 
     with first_rank(given, connection, notice, name, engine, environment) as first:  # type: ignore[arg-type]
-        replica = Replica(engine, rollout_limits(given), link, lambda phase: contextlib.nullcontext(), first)
+        replica = Replica(
+            engine, rollout_settings(given).limits, link, lambda phase: contextlib.nullcontext(), first
+        )
         try:
             end = replica.run()
             said = f"{end.kind}: {end.text}"
@@ -101,12 +103,6 @@ def once(
     engine.abort_all()
     replica.close()
     return said, first.activity.counters
-
-
-def rollout_limits(given: Config) -> Limits:
-    from megatron_stppo.training.rollouts import rollout_settings
-
-    return rollout_settings(given).limits
 
 
 @pytest.fixture(scope="module")
