@@ -81,8 +81,8 @@ def once(
     from megatron_stppo.cluster.launch.rendezvous import connect_store
     from megatron_stppo.replicas.replica.replica import Replica
     from megatron_stppo.replicas.replica.start import first_rank
-    from megatron_stppo.training.rollouts import rollout_settings
     from megatron_stppo.replicas.wire.weights import Link
+    from megatron_stppo.training.rollouts import rollout_settings
 
     shape, timeout = read_shape(given.model.path), timedelta(seconds=20)
     connection, notice = keys.find(given.run.folder, 60), SimpleNamespace(reason="")
