@@ -15,6 +15,7 @@ from megatron_stppo.base.errors import CannotServe, ConfigError
 from megatron_stppo.cluster.exits import end_after, end_normally, has_ended, is_first_rank
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.preemption import OF_A_TERMINAL, PreemptionNotice
+from megatron_stppo.commands.check import MARK
 from megatron_stppo.commands.open_run import Overrides, command_group, examples, importing
 from megatron_stppo.observe.console import say
 
@@ -78,11 +79,18 @@ def serve(
     leave = (signal.SIGTERM, *OF_A_TERMINAL)
     notice = PreemptionNotice(0, "leaving the run after this engine step", leave)
     with importing():
+        from megatron_stppo.agents.endpoint.opening import open_environment
         from megatron_stppo.replicas.replica import start
         from megatron_stppo.training.colocated import build_engine
     end_normally()
     build = partial(build_engine, settings, process.dtype(settings), settings.replays_rollout)
-    start.serve(settings, run, connection, notice, name, build)
+    opens = partial(open_environment)
+    if (run / MARK).exists():  # of `verify`
+        from megatron_stppo.evidence.bench.records import Recordings
+
+        records = Recordings(run)
+        build, opens = partial(records.building, build), partial(records.opening, opens)
+    start.serve(settings, run, connection, notice, name, build, opens)
 
 
 def _open(run: Path, overrides: list[str] | None) -> Config:

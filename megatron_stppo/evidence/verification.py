@@ -20,7 +20,7 @@ from megatron_stppo.evidence.checks.adamw import adam
 from megatron_stppo.evidence.checks.adapters import added
 from megatron_stppo.evidence.checks.advantages import advantages
 from megatron_stppo.evidence.checks.arrival import arrival
-from megatron_stppo.evidence.checks.asked import asked
+from megatron_stppo.evidence.checks.asked import asked, batches
 from megatron_stppo.evidence.checks.critic import critic
 from megatron_stppo.evidence.checks.fair import fair
 from megatron_stppo.evidence.checks.gradient import gradient
@@ -52,6 +52,7 @@ CHECKS: tuple[Check, ...] = (
     reference,
     resume,
     arrival,
+    batches,
     layouts,
 )
 

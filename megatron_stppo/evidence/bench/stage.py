@@ -1,134 +1,59 @@
 """What the checks of `verify` share: models and engine of the run, episodes, and the line of a check."""
 
 import gc
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import EstimatedBatch, Message, Minibatch, Outcome, Task, Trajectory
+from megatron_stppo.base.types import EstimatedBatch, Minibatch, Task, Trajectory
 from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import to_batch
-from megatron_stppo.environments import contract
-from megatron_stppo.environments.base import AnyEnvironment, CompletionEnvironment, Request, StepResult
-from megatron_stppo.environments.rewarded import Rewarded
 from megatron_stppo.evidence.bench import scoring
+from megatron_stppo.evidence.bench.records import Recordings, Said, recorded
 from megatron_stppo.evidence.bench.scoring import Piece, Resemblance, Scored
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer, trained
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.episodes.fitting import fitting_tasks
 from megatron_stppo.rollout.episodes.play import request_seed
+from megatron_stppo.rollout.vllm.vllm_setup import end_of_text_ids
 from megatron_stppo.training.colocated import Worker
 from megatron_stppo.training.rollouts import Rollouts, rollout_settings, seed_of
 from megatron_stppo.training.stages import distribute, score
 from megatron_stppo.training.update.actor_step import ActorLoss, minibatch_weights
 from megatron_stppo.training.update.own import Own
-
-
-@dataclass
-class Said:
-    """What the environment of an episode has said. An entry of the lists is for a turn that it has answered.
-
-    Example: Said(7, (Message("user", "Guess."),), ("!",), [" higher ", ""], [-7001.25, -7002.25], "ok").
-    """
-
-    seed: int  # of the environment
-    messages: tuple[Message, ...]
-    stop_strings: tuple[str, ...]
-    observations: list[str] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)  # those that the program got
-    outcome: Outcome | None = None  # set if the environment has ended the episode
-    graded: float | None = None  # what the function of environment.reward has returned
-    misgraded: str = ""  # what is wrong in its call, or in what becomes of its value
-
-
-class RecordedEnvironment:
-    """An environment whose answers are recorded, before the program under test has seen any of them.
-
-    Every turn gets another reward, of both signs, none of them whole: others could be lost, exchanged or
-    rounded unseen. A function that environment.reward names is called with the environment's own.
-    """
-
-    def __init__(self, environment: AnyEnvironment, records: dict[int, Said]) -> None:
-        self._environment, self._records = environment, records
-        self._turns, self._reward = list[tuple[str, str]](), 0.0  # the environment's own
-        if isinstance(environment, Rewarded):
-            self._within = RecordedEnvironment(environment._environment, {})
-            self._function = environment._function
-            environment._environment, environment._function = self._within, self._grade
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return contract.stop_strings(self._environment)
-
-    async def reset(self, task: Task, seed: int) -> list[Message]:
-        messages = await contract.reset(self._environment, task, seed)
-        assert not isinstance(messages, Request), "agents are not recorded"
-        self._record = self._records[seed] = Said(seed, messages, self.stop_strings)
-        return list(messages)
-
-    async def step(self, action: str) -> StepResult:
-        result, record = await contract.step(self._environment, action), self._record
-        reward = (-1.0) ** record.seed * (1000 * (record.seed % 1000) + len(record.rewards) + 1.25)
-        self._turns.append((action, result.observation))
-        self._reward, record.outcome = result.reward, result.outcome
-        if record.graded not in (None, result.reward):
-            record.misgraded = f"returned {record.graded}, and the reward is {result.reward}"
-        record.observations.append("" if result.done else result.observation)
-        record.rewards.append(reward)
-        return replace(result, reward=reward)
-
-    async def _grade(self, task: Task, turns: list[tuple[str, str]], result: StepResult) -> Any:
-        """Call the function, and record what is wrong in its arguments."""
-        within, record = self._within, self._record
-        if turns != within._turns or result.reward != within._record.rewards[-1]:
-            record.misgraded = f"gets {turns} and {result.reward}, not {within._turns}"
-        value = self._function(task, turns, replace(result, reward=within._reward))
-        value = await value if inspect.isawaitable(value) else value
-        record.graded = float(value["reward"] if isinstance(value, Mapping) else value)
-        return value
-
-    async def close(self) -> None:
-        await contract.close(self._environment)
+from megatron_stppo.weights.sharding.hf_load import load_config
 
 
 @contextmanager
-def recording(rollouts: Rollouts) -> Iterator[dict[int, Said]]:
-    """Context in which the environments of colocated episodes are recorded, by the seed of the episode.
-
-    The records of all ranks are there at its end. It stays empty for replicas, whose environments are in
-    other processes, and for agents. Collective.
-    """
-    records: dict[int, Said] = {}
-    if not isinstance(rollouts, Worker):
-        yield records
-        return
-    make = rollouts.make_environment
-    rollouts.make_environment = lambda: _recorded(make, records)
-    try:
-        yield records
-    finally:
-        rollouts.make_environment = make
-    for of_rank in gather_records(list(records.values()), Said):
-        records |= {record.seed: record for record in of_rank}
-
-
-def _recorded(make: Callable[[], AnyEnvironment], records: dict[int, Said]) -> AnyEnvironment:
-    environment = make()
-    agent = isinstance(environment, CompletionEnvironment)
-    return environment if agent else RecordedEnvironment(environment, records)
+def recording(rollouts: Rollouts, records: Recordings) -> Iterator[None]:
+    """Context in which the environments of colocated episodes are recorded, and the other ranks' records are
+    read at the end. Those of replicas are always recorded. Collective."""
+    if isinstance(rollouts, Worker):
+        make = rollouts.make_environment
+        rollouts.make_environment = lambda: recorded(make, records.note)
+        try:
+            yield
+        finally:
+            rollouts.make_environment = make
+    else:
+        yield
+    records.read()
+    for of_rank in gather_records(list(records.said.values()), Said):
+        records.said |= {said.seed: said for said in of_rank}
 
 
 Verdict = Literal["ok", "fails", "skipped"]
 TASKS = 6  # of data.train
 LEAST = 24  # episodes: enough for `resemblance`
-MINIBATCHES = 2  # at most
+PLAYED = 10**6  # the iteration that gives them their seeds, which no other one has
+MINIBATCHES, OLDEST = 2, 2  # at most: of an iteration, and serving.max_staleness
 
 
 @dataclass(frozen=True)
@@ -212,7 +137,10 @@ def small(config: Config, data: int, tasks: int) -> Config:
     steps = min(config.update.minibatches, MINIBATCHES)
     each = -(-max(LEAST, 2 * steps * data) // tasks)
     few = {"tasks_per_iteration": tasks, "samples_per_task": each}
-    return config.changed(rollout=few, update={"minibatches": steps})
+    # with other rewards, replicas would drop other groups
+    few |= {"resample": 0} if config.serving.replicas else {}
+    old = {"max_staleness": min(config.serving.max_staleness, OLDEST)}
+    return config.changed(rollout=few, update={"minibatches": steps}, serving=old)
 
 
 @dataclass
@@ -224,6 +152,8 @@ class Stage:
     tasks: Sequence[Task]  # the first ones of data.train
     own: Own
     version: int = 0  # of the weights that the engine has
+    # with replicas: the batches that were drawn, each with the version that was served then
+    drawn: list[tuple[int, list[Trajectory]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, config: Config, rollouts: Rollouts, version: int = 0) -> Self:
@@ -233,9 +163,9 @@ class Stage:
         return cls(config, rollouts, tasks, Own.of(config), version)
 
     def __post_init__(self) -> None:
-        with recording(self.rollouts) as records:
+        self.records = Recordings(self.config.run.folder)
+        with recording(self.rollouts, self.records):
             self.played = self.play()  # the rewards are those of the recorder
-        self._records = records
         self.episodes = everywhere(self.played)
         self.rollouts.load_for("score")
         learner = self.learner
@@ -250,15 +180,38 @@ class Stage:
         assert self.learner.actor is not None, "models are built for training"
         return self.learner.actor
 
-    def play(self, seed: int = 0) -> Played:
+    def play(self) -> Played:
         """Play the episodes of an iteration with the published version."""
         settings = replace(rollout_settings(self.config), top_p=1.0)  # engine and trainer then agree
         samples = self.config.rollout.samples_per_task
-        return self.rollouts.play(self.tasks, samples, settings, seed_of(self.config.run, seed))
+        return self.rollouts.play(self.tasks, samples, settings, seed_of(self.config.run, PLAYED))
+
+    def draw(self) -> Played:
+        """Return the next batch of replicas."""
+        played = self.rollouts.draw(len(self.drawn))
+        self.drawn.append((self.version, [t for t in everywhere(played) if not t.branch]))
+        return played
+
+    def settle(self) -> None:
+        """Wait until replicas have the newest version, and have played all that was admitted."""
+        rollouts: Any = self.rollouts
+        if not isinstance(rollouts, Worker):
+            rollouts._sender.join()
+            rollouts._until(lambda hub: hub.settled() and hub.is_spread())
 
     def record(self, number: int) -> Said | None:
         """Return what the environment of an episode has said; None if it is not recorded."""
-        return self._records.get(request_seed(seed_of(self.config.run, 0), number, 0))
+        return self.records.said.get(self.seed(PLAYED, number))
+
+    def seed(self, iteration: int, number: int) -> int:
+        """Return the seed of an episode's environment."""
+        return request_seed(seed_of(self.config.run, iteration), number, 0)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The end-of-text tokens."""
+        path = self.config.model.path
+        return end_of_text_ids(path, load_config(path), self.rollouts.tokenizer)
 
     def drop_models(self) -> None:
         """Free the models of the run. Only the engine can be closed afterwards."""

@@ -4,16 +4,22 @@ Two steps with a learning rate far above any in use change the policy by much mo
 each, the engine generates with the new version, and the trainer scores the tokens: the limits of `audit` hold
 for every token, and the tokens must not resemble the version before. A colocated engine gets prompts of
 random tokens, of which no cache can hold a part. So a difference in the episodes alone, whose prompts it has
-seen, comes from its cache.
+seen, comes from its cache. Replicas get new weights while they play, and each token of their batches must be
+of the version that it names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_stppo.base.types import EstimatedBatch, Task, Trajectory, Turn
-from megatron_stppo.evidence.bench.stage import Checked, Stage, everywhere, judged
+from megatron_stppo.data.packing import to_batch
+from megatron_stppo.evidence.bench import scoring
+from megatron_stppo.evidence.bench.scoring import Piece
+from megatron_stppo.evidence.bench.stage import Agreement, Checked, Stage, everywhere, judged
 from megatron_stppo.model.pipeline import forward_backward
 from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.vllm.generation import Finished
@@ -33,6 +39,7 @@ def arrival(stage: Stage) -> Iterator[Checked]:
     said, stale, seen = list[str](), list[str](), _seen(stage)
     stage.rollouts.load_for("score")
     most, wrong, kept, small = stage.agreement(stage.episodes).scored.most, "", "", ""
+    served = dict[int, list[Tensor]]()  # the weights of each version, with replicas
     for _ in range(2):
         stage.rollouts.load_for("score")
         before = stage.weights()
@@ -41,6 +48,9 @@ def arrival(stage: Stage) -> Iterator[Checked]:
             small = f"{STEPS} steps move the log-probs by {moved:.2g} nats, and {LEAST * most:.2g} would show"
             wrong = "" if moved > 0 else small
             break
+        if not isinstance(stage.rollouts, Worker):
+            served[stage.version] = before
+            stage.draw()  # what it admits is played while the next version arrives
         try:
             stage.publish()
         except ReshardError as error:
@@ -62,6 +72,8 @@ def arrival(stage: Stage) -> Iterator[Checked]:
     if small and not wrong:
         yield from (Checked(check, "skipped", small) for check in (WEIGHTS, CACHE))
         return
+    if served and not wrong:
+        wrong = "; ".join(_misnamed(stage, served | {stage.version: stage.weights()}))
     yield judged(WEIGHTS, not wrong, wrong or "; ".join(said), REMEDY[bool(stage.config.model.lora.rank)])
     if wrong or not seen:
         reason = "the weights do not arrive" if wrong else "there is none, or no prompt fills a block"
@@ -74,6 +86,21 @@ def arrival(stage: Stage) -> Iterator[Checked]:
         "rollout.vllm.enable_prefix_caching=false avoids it: the engine must drop its blocks when its "
         "weights change (Engine.refresh)",
     )
+
+
+def _misnamed(stage: Stage, served: Mapping[int, list[Tensor]]) -> Iterator[str]:
+    """Yield for which versions the newest batches have tokens that they have not generated. Collective."""
+    stage.draw()
+    stage.rollouts.load_for("score")
+    batch = to_batch([t for _, episodes in stage.drawn[-2:] for t in episodes])
+    for version, weights in served.items():
+        piece = replace(Piece.of(stage.learner, batch), own_T=batch.version_T == version)
+        if piece.own_T.any():
+            with stage.with_weights(weights):
+                scored = scoring.score(stage.learner, [piece], version)
+            batches = Agreement(scored, None, frozenset((version,)))
+            if fault := batches.fault(version):
+                yield f"a batch's tokens of version {version}: {batches}; {fault}"
 
 
 def _seen(stage: Stage) -> bool:

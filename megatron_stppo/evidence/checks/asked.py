@@ -6,13 +6,16 @@ no field of the configuration names: they must be vLLM's defaults.
 The tasks of the draws must be the next ones of the run's cursor, whose epochs must have each task once, in
 orders that depend on epoch and seed. With rollout.resample, the rewards of every second group are made equal,
 so that others take their places.
+
+Replicas record their requests (bench/records.py). Their batches are compared with what environments said.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
@@ -27,6 +30,7 @@ from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
+from megatron_stppo.evidence.bench.records import Asked, asked_of
 from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, of_every_rank, replaced
 from megatron_stppo.evidence.checks.rewards import rewarded
 from megatron_stppo.evidence.checks.tokens import FAR
@@ -35,11 +39,11 @@ from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks, sample
 from megatron_stppo.rollout.vllm.generation import Finished
 from megatron_stppo.training.colocated import Worker
-from megatron_stppo.training.rollouts import evaluate_tasks, held_out_tasks
+from megatron_stppo.training.rollouts import Rollouts, evaluate_tasks, held_out_tasks
 from megatron_stppo.weights.sharding.low_rank import served_adapters
 
 ASKED, PLACES, ENDS = "the engine is asked as configured", "tasks are where they belong", "turns end"
-DRAWN = "tasks are drawn in their turn"
+DRAWN, BATCHES = "tasks are drawn in their turn", "batches are what replicas played"
 DRAWS, FEW, SAMPLES = 2, 3, 2  # iterations that are drawn; tasks of each, at least; episodes of a task
 TURN = 4  # tokens, at most
 MANY = 10**6  # of which samples are drawn
@@ -56,9 +60,7 @@ def asked(stage: Stage) -> Iterator[Checked]:
     if not isinstance(rollouts, Worker):
         cursor = TaskCursor(fitting_tasks(config, "train", shown=False).tasks, config.run.seed)
         yield _in_turn(config, cursor, [])
-        yield from (
-            Checked(line, "skipped", "replicas have engines of their own") for line in (ASKED, PLACES)
-        )
+        yield from _of_replicas(stage)
         return
     assert rollouts.cursor is not None, "verify requires data.train"
     rollouts.publish(stage.version)  # wakes the engine
@@ -76,22 +78,100 @@ def asked(stage: Stage) -> Iterator[Checked]:
     unlike = list(wrong_draws(rollouts.cursor, [played for played, _ in draws], count, resample))
     rollouts.restore(before)
     yield _in_turn(config, rollouts.cursor, unlike)
-    evaluated: tuple[Played | None, list[EngineCoreRequest]] = (None, [])
+    evaluated: tuple[Played | None, list[Asked]] = (None, [])
     if config.data.evaluate is not None:
         evaluated = _recorded(rollouts, lambda: _evaluation(rollouts, count))
     drawn = [request for _, requests in draws for request in requests]
-    wrong, counts = list[str](), list[int]()
-    for what, requests in (("training", drawn), ("an evaluation", evaluated[1])):
-        seeds = _seeds(rollouts, requests)
+    yield _requests(stage, drawn, evaluated[1])
+    rollouts.learner = learner
+    trained = [t.task for played, _ in draws for t in played.own]
+    yield _places(config, trained, [t.task for t in evaluated[0].own] if evaluated[0] else [])
+
+
+def _of_replicas(stage: Stage) -> Iterator[Checked]:
+    """Draw batches of versions that follow each other, and evaluate. Replicas record what they are asked."""
+    rollouts, learner, config = stage.rollouts, stage.learner, stage.config
+    stage.records.read()
+    for _ in range(DRAWS):
+        stage.draw()
+        stage.settle()  # so that the next batch is as old as it may be
+        stage.publish()
+    drawn, trained = stage.records.read()
+    late = {said.seed for said in trained} - places(stage).keys()
+    if config.data.evaluate is not None:
+        rollouts.learner = replace(learner, config=config.changed(evaluate={"samples": SAMPLES}))
+        _evaluation(rollouts, FEW)
+        rollouts.learner = learner
+    asked, evaluated = stage.records.read()
+    if not drawn:
+        reason = "the replicas record nothing in this run's folder"
+        yield from (Checked(line, "skipped", reason) for line in (ASKED, PLACES))
+        return
+    wrong = [f"training: {len(late)} episodes of later iterations, or with other seeds"] if late else []
+    yield _requests(stage, drawn, asked, wrong)
+    given = [[said.task for said in of] for of in (trained, evaluated)]
+    yield _places(config, *given) if trained else Checked(PLACES, "skipped", "agents are not recorded")
+
+
+def places(stage: Stage) -> dict[int, tuple[int, int]]:
+    """Return iteration and number of the episodes that were admitted, by the seeds of their environments."""
+    r, admitted = stage.config.rollout, len(stage.drawn) + stage.config.serving.max_staleness
+    numbers = product(range(admitted), range(r.tasks_per_iteration * r.samples_per_task))
+    return {stage.seed(*place): place for place in numbers}
+
+
+def batches(stage: Stage) -> Iterator[Checked]:
+    """Compare the batches of replicas with what was admitted, and what environments have said. Collective."""
+    if isinstance(stage.rollouts, Worker):
+        return
+    stage.records.read()
+    text = f"{len(stage.drawn)} batches of {len(stage.drawn[0][1])} episodes"
+    remedy = "serving: report this line; other episodes are trained on than those that were admitted"
+    yield faultless(BATCHES, of_every_rank(list(wrong_batches(stage))), text, remedy, shown=3)
+
+
+def wrong_batches(stage: Stage) -> Iterator[str]:
+    """Yield what is wrong in the batches of replicas: tasks, groups, versions, and rewards."""
+    r, serving, of_seed = stage.config.rollout, stage.config.serving, places(stage)
+    known: dict[tuple[Any, ...], set[tuple[int, int]]] = defaultdict(set)
+    for seed, said in stage.records.said.items():
+        known[repr(said.task), *said.rewards].add(of_seed.get(seed, (-1, 0)))
+    ordered = serving.order == "admission"
+    cursor = TaskCursor(fitting_tasks(stage.config, "train", shown=False).tasks, stage.config.run.seed)
+    groups = [group for group in range(r.tasks_per_iteration) for _ in range(r.samples_per_task)]
+    for i, (version, episodes) in enumerate(stage.drawn):
+        batch = f"batch {i} of version {version}"
+        oldest = stage.drawn[max(0, i - serving.max_staleness)][0] if ordered else 0
+        versions = {v for t in episodes for turn in t.turns for v, _ in turn.versions}
+        if versions - {*range(oldest, stage.version + 1)}:
+            yield f"{batch}: has versions {sorted(versions)}, and the oldest may be {oldest}"
+        if [t.group for t in episodes] != groups:
+            yield f"{batch}: {len(episodes)} episodes, with the groups {sorted({t.group for t in episodes})}"
+        tasks = cursor.take(r.tasks_per_iteration)
+        if ordered and [repr(t.task) for t in episodes] != [repr(tasks[group]) for group in groups]:
+            yield f"{batch}: its tasks are not those that follow"
+        for n, t in enumerate(episodes):
+            rewards = [turn.reward for turn in t.turns]
+            while rewards and not rewards[-1]:
+                del rewards[-1]  # of a turn that the environment did not answer
+            owners = known.get((repr(t.task), *rewards), set())
+            if known and t.outcome not in FAILED and ((i, n) not in owners if ordered else not owners):
+                yield f"{batch}: episode {n} has rewards {rewards}, which its environment did not give"
+                break
+
+
+def _requests(
+    stage: Stage, drawn: Sequence[Asked], evaluated: Sequence[Asked], wrong: Sequence[str] = ()
+) -> Checked:
+    wrong, counts = list(wrong), list[int]()
+    for what, requests in (("training", drawn), ("an evaluation", evaluated)):
+        seeds = _seeds(stage.rollouts, requests)
         counts.append(len(seeds))
         if len(set(seeds)) < len(seeds):
             wrong.append(f"{what}: {len(seeds)} requests have {len(set(seeds))} different seeds")
-        wrong += of_every_rank(list(wrong_requests(rollouts, requests, what)))
-    rollouts.learner = learner
+        wrong += of_every_rank(list(wrong_requests(stage, requests, what)))
     text = f"{counts[0]} requests of {DRAWS} draws, {counts[1]} of an evaluation"
-    yield faultless(ASKED, wrong, text, REMEDY, shown=3)
-    trained = [t.task for played, _ in draws for t in played.own]
-    yield _places(config, trained, [t.task for t in evaluated[0].own] if evaluated[0] else [])
+    return faultless(ASKED, wrong, text, REMEDY, shown=3)
 
 
 def _half_equal(played: Played) -> Played:
@@ -162,20 +242,20 @@ def _in_turn(config: Config, cursor: TaskCursor, wrong: Sequence[str]) -> Checke
     return faultless(DRAWN, of_every_rank(wrong), f"epochs of {count} tasks", REMEDY, shown=3)
 
 
-def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[Played, list[EngineCoreRequest]]:
+def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[Played, list[Asked]]:
     """Return what was played, and the requests of this rank's engine. Collective."""
-    core, requests = rollouts.engine._core, list[EngineCoreRequest]()
+    core, requests = rollouts.engine._core, list[Asked]()
     ask = core.add_request  # vLLM's, so that nothing comes after
 
     def recorded(request: EngineCoreRequest) -> None:
-        requests.append(request)
+        requests.append(asked_of(request))
         ask(request)
 
     with replaced(core, "add_request", recorded):
         return play(), requests
 
 
-def _evaluation(rollouts: Worker, count: int) -> Played:
+def _evaluation(rollouts: Rollouts, count: int) -> Played:
     """Evaluate `count` held-out tasks, and return what was played."""
     plays, play = list[Played](), rollouts.play
     held_out = held_out_tasks(rollouts.learner.config, shown=False)
@@ -189,19 +269,20 @@ def _evaluation(rollouts: Worker, count: int) -> Played:
     return plays[0]
 
 
-def _seeds(rollouts: Worker, requests: Sequence[EngineCoreRequest]) -> list[int]:
+def _seeds(rollouts: Rollouts, requests: Sequence[Asked]) -> list[int]:
     """Return the seeds of the requests of all engines. Collective."""
-    first = dist.get_rank(rollouts.engine.group) == 0  # the ranks of an engine get the same requests
-    seeds = [_sampling(request).seed or 0 for request in requests if first]
+    # the ranks of an engine get the same requests, and all ranks read those of replicas
+    group = rollouts.engine.group if isinstance(rollouts, Worker) else None
+    seeds = [_sampling(request).seed or 0 for request in requests if dist.get_rank(group) == 0]
     return [seed for of_rank in gather_records(seeds, int) for seed in of_rank]
 
 
-def wrong_requests(rollouts: Worker, requests: Sequence[EngineCoreRequest], what: str) -> Iterator[str]:
+def wrong_requests(stage: Stage, requests: Sequence[Asked], what: str) -> Iterator[str]:
     """Yield what the requests of this engine have that is not configured."""
-    config, ends = rollouts.learner.config, list(rollouts.engine.end_ids)
+    config, ends = stage.learner.config, list(stage.ends)
     r, trains = config.rollout, what == "training"
     temperature, top_p = (r.temperature, r.top_p) if trains else (config.evaluate.temperature, 1.0)
-    adapters = served_adapters(config.model.lora, rollouts.learner.shape)
+    adapters = served_adapters(config.model.lora, stage.learner.shape)
     served = adapters is not None and adapters.alone  # beside the weights
     for request in requests:
         given = _sampling(request)
@@ -213,13 +294,13 @@ def wrong_requests(rollouts: Worker, requests: Sequence[EngineCoreRequest], what
                 yield f"{what}: {name} is {value}, not {right}"
         if (given.max_tokens or 0) > r.max_turn_tokens and config.environment.kind != choose.AGENT:
             yield f"{what}: turns may have {given.max_tokens} tokens, not {r.max_turn_tokens}"
-        if (request.lora_request is not None) != served:
+        if request[1] != served:
             yield f"{what}: requests {'without' if served else 'with'} the adapter (model.lora.sync)"
 
 
-def _sampling(request: EngineCoreRequest) -> SamplingParams:
-    assert request.sampling_params is not None, "Requests.begin sets them"
-    return request.sampling_params
+def _sampling(request: Asked) -> SamplingParams:
+    assert request[0] is not None, "Requests.begin sets them"
+    return request[0]
 
 
 def _places(config: Config, trained: Sequence[Task], evaluated: Sequence[Task]) -> Checked:
@@ -243,15 +324,15 @@ def _ends(stage: Stage) -> Checked:
     """Return whether each turn has an end-of-text token or a stop string at its end, or the largest length,
     and none before."""
     rollouts, reasons, wrong = stage.rollouts, Counter[str](), list(wrong_ends(stage))
-    if not isinstance(rollouts, Worker) or stage.config.environment.kind == choose.AGENT:
-        return Checked(ENDS, "skipped", "the stop strings of agents and of replicas are not known here")
+    if stage.config.environment.kind == choose.AGENT or stage.record(0) is None:
+        return Checked(ENDS, "skipped", "the stop strings are not known here")
     decode = partial(decode_plain, rollouts.tokenizer)
     for n, trajectory in enumerate(stage.episodes):
         record, length = stage.record(n), len(trajectory.prompt_ids)
         stops = record.stop_strings if record is not None else ()
         for number, turn in enumerate(trajectory.turns, 1):
             room = min(stage.config.rollout.max_turn_tokens, stage.config.max_context - length)
-            reason = ended(decode, turn.token_ids, rollouts.engine.end_ids, stops, room)
+            reason = ended(decode, turn.token_ids, stage.ends, stops, room)
             length += len(turn.token_ids) + len(turn.observation_ids)
             reasons[reason] += 1
             if reason not in ("end", "stop", "limit"):

@@ -7,8 +7,8 @@ that iteration on a CPU. On a GPU, sums may be in another order: there the secon
 episodes again, and its result may differ by NEAR of what it changed. In the loop's next iteration these
 episodes have rewards of 0. Then it evaluates, and ends before it writes a checkpoint.
 
-With replicas, the episodes are those of the stage, the models are overwritten in place of being built again,
-and what the replicas do is not repeated.
+With replicas, the models are overwritten in place of being built again, and what the replicas do is not
+repeated.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ def resume(stage: Stage) -> Iterator[Checked]:
     first = _iterate(stage)
     rollouts.load_for("checkpoint")
     del checkpoints  # they hold the models
+    stage.settle()  # the loop serves an older version
     looped = Looped(stage, start, saved, first)
     looped.run()
     rollouts.learner = replace(stage.learner, config=config)
@@ -213,7 +214,6 @@ class Looped:
                 loop.train(config, True, watchdog, PreemptionNotice(0.0, signals=()), self._assemble)
             except (Ended, ReshardError) as error:  # the check of the mismatch, on all ranks
                 self.error = str(error)
-        self.stage.version = self.versions[-1]
 
     def _assemble(self, config: Config, resume: bool) -> Any:
         _replace_models(self.stage)
@@ -227,8 +227,9 @@ class Looped:
             rewards = [[0.0] * len(summary.turns) for summary in used.every]
         else:
             used, on_gpu = _draw(self.stage, iteration), torch.cuda.is_available()
-            self.resumed += _drawn(self.first.played, used, on_gpu)
-            used = self.first.played if on_gpu else used
+            goes_on = not isinstance(self.stage.rollouts, Worker)  # the next batch of the replicas
+            self.resumed += [] if goes_on else _drawn(self.first.played, used, on_gpu)
+            used = self.first.played if on_gpu or goes_on else used
             rewards = _rewards(used, iteration)
         self.trained.append(rewarded(used, rewards))
         return self.trained[-1]
@@ -243,6 +244,8 @@ class Looped:
         self.versions.append(version)
         self.weights = [*self.weights[-1:], now.tensors["actor: weights"]]
         self.stage.rollouts.publish(version)
+        self.stage.version = version
+        self.stage.settle()  # a turn cannot begin with a version and end with an older one
 
     def play(self, tasks: Sequence[Task], samples: int, *given: Any) -> Played:
         if len(self.versions) < 3:
@@ -331,7 +334,7 @@ def _silent() -> Iterator[None]:
 
 
 def _draw(stage: Stage, iteration: int) -> Played:
-    return stage.rollouts.draw(iteration) if isinstance(stage.rollouts, Worker) else stage.played
+    return stage.rollouts.draw(iteration) if isinstance(stage.rollouts, Worker) else stage.draw()
 
 
 def _rewards(played: Played, iteration: int) -> list[list[float]]:

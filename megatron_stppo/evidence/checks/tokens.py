@@ -19,7 +19,6 @@ from megatron_stppo.environments.base import StepResult
 from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, judged
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.vllm.generation import Finished, Reason
-from megatron_stppo.training.colocated import Worker
 
 TOKENS, TEMPLATE = "tokens are exact", "turns follow the chat template"
 PLACE = "verifyplace"  # stands for an answer of the policy
@@ -62,8 +61,7 @@ class _Reader:
         self.prompts = self.observations = 0  # compared
         self._stage, self._limits = stage, Limits.of(stage.config)
         self._tokenizer: Any = stage.rollouts.tokenizer
-        worker = stage.rollouts
-        self._ends = worker.engine.end_ids if isinstance(worker, Worker) else [self._tokenizer.eos_token_id]
+        self._ends = stage.ends
         added = self._tokenizer.added_tokens_decoder.items()
         self._special = {number: str(token) for number, token in added if token.special}
 

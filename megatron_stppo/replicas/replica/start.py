@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_stppo.agents.endpoint.opening import open_environment
 from megatron_stppo.cluster.deadlines import Watchdog
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.launch.doctor import engine_version
@@ -44,12 +43,13 @@ def serve(
     notice: PreemptionNotice,
     name: str,
     build_engine: Callable[[], Engine],
+    open_environment: Callable[[Config, bool], Callable[[], AnyEnvironment]],
 ) -> None:
     """Serve until the run ends, or until a signal ends the replica. Collective.
 
-    run: the run's folder. name: "": host and process id. build_engine: called when the ranks are connected.
-    Raises ConfigError if the trainer does not accept the replica, or for an environment that is used wrongly;
-    CannotServe and EngineFailure if the replica cannot continue.
+    run: the run's folder. name: "": host and process id. build_engine, open_environment: called when the ranks
+    are connected. Raises ConfigError if the trainer does not accept the replica, or for an environment that
+    is used wrongly; CannotServe and EngineFailure if the replica cannot continue.
     """
     process.join(config.timeout, is_alone=is_loopback(connection.host))
     rank = dist.get_rank()
@@ -61,7 +61,7 @@ def serve(
     with Watchdog(run / FOLDER / name, deadlines, rank, dist.get_world_size()) as watchdog:
         with timed("engine", rank == 0):
             engine = build_engine()
-        make_environment = open_environment(config, resume=True)
+        make_environment = open_environment(config, True)
         timeout, shape = timedelta(seconds=config.serving.timeout), read_shape(config.model.path)
         limits, adapters = rollout_settings(config).limits, served_adapters(config.model.lora, shape)
 

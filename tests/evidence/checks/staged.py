@@ -22,7 +22,8 @@ from megatron_stppo.commands.environments import write_project
 from megatron_stppo.config.file import load
 from megatron_stppo.evidence.bench.stage import Stage
 from megatron_stppo.evidence.verification import Check
-from megatron_stppo.training.colocated import assemble
+from megatron_stppo.replicas.trainer import start
+from megatron_stppo.training import colocated
 from tests.evidence.checks import test_formulas
 from tests.ranks import leave_group
 
@@ -54,6 +55,7 @@ def open_stage(path: Path, *overrides: str) -> Stage:
     os.chdir(path.parent)  # model.path is relative
     sys.path.insert(0, str(path.parent))
     config = load(path, [*OVERRIDES, *overrides, f"run.root={path.parent / 'runs'}"]).beside(path.parent)
+    assemble = start.assemble if config.serving.replicas else colocated.assemble
     return Stage.of(config, assemble(config, False))
 
 
