@@ -47,9 +47,9 @@ def serve(
 ) -> None:
     """Serve until the run ends, or until a signal ends the replica. Collective.
 
-    run: the run's folder. name: "": host and process id. build_engine, open_environment: called when the ranks
-    are connected. Raises ConfigError if the trainer does not accept the replica, or for an environment that
-    is used wrongly; CannotServe and EngineFailure if the replica cannot continue.
+    run: the run's folder. name: "": host and process id. build_engine, open_environment: called when the
+    ranks are connected. Raises ConfigError if the trainer does not accept the replica, or for an environment
+    that is used wrongly; CannotServe and EngineFailure if the replica cannot continue.
     """
     process.join(config.timeout, is_alone=is_loopback(connection.host))
     rank = dist.get_rank()
