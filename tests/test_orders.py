@@ -32,12 +32,8 @@ def forgiven() -> None:
 
     for work in [add(group) for group in (groups if dist.get_rank() else reversed(groups))]:
         work.wait()
-    called = [
-        lambda: add(groups[0]).wait(),
-        lambda: add(host).wait(),
-        lambda: engine.all_reduce(torch.ones(2)),
-    ]
-    for call in called:
+    waits = [lambda group=group: add(group).wait() for group in (groups[0], host)]
+    for call in (*waits, lambda: engine.all_reduce(torch.ones(2))):
         second = threading.Thread(target=call, name="second")
         second.start()
         second.join()
@@ -50,11 +46,8 @@ def test_contradictory_orders_and_another_thread_are_found(
     run_ranks(forgiven, 2)
     *threads, circle = findings(tmp_path / "orders")
     world = circle.split(": ")[1].split("/")[0]
-    assert sorted(threads) == [  # the fourth group is that of the engine's device
-        f"thread second, group {world}/{group}, rank {n}: allreduce, 1 times"
-        for group in (1, 4)
-        for n in (0, 1)
-    ]
+    places = [f"{world}/{group}, rank {n}" for group in (1, 4) for n in (0, 1)]  # 4: the engine's
+    assert sorted(threads) == [f"thread second, group {place}: allreduce, 1 times" for place in places]
     assert circle.startswith("contradictory orders: ") and "/1 call 1" in circle and "/2 call 1" in circle
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pynvml
 import pytest
@@ -66,37 +67,28 @@ OLD = r"^GPU driver 550.54: is for CUDA 12, torch for CUDA 13; install a newer o
 LOST = r"^GPU driver 550.54: has 8 GPUs, torch has none \(Torch not compiled.*start nvidia-fabricmanager"
 
 
-def fails(error: Exception) -> None:
-    raise error
-
-
 @pytest.mark.parametrize(
-    ("visible", "changes", "torch_cuda", "refused"),
+    ("visible", "init", "cuda", "devices", "torch_cuda", "refused"),
     [
-        ("0", {}, "13.0", OLD),
-        ("", {}, "13.0", ""),
-        ("-1", {}, "13.0", ""),
-        ("NoDevFiles", {}, "13.0", ""),  # Slurm, without a GPU
-        ("0,1", {"SystemGetCudaDriverVersion_v2": lambda: 13000}, "13.0", LOST),
-        ("0", {"SystemGetCudaDriverVersion_v2": lambda: 13000}, None, ""),  # torch for CPUs
-        (
-            " 1",
-            {"SystemGetCudaDriverVersion_v2": lambda: fails(pynvml.NVMLError_LibraryNotFound())},
-            "13.0",
-            LOST,
-        ),
-        ("0", {"DeviceGetCount": lambda: 0}, "13.0", ""),
-        ("0", {"Init": lambda: fails(pynvml.NVMLError_LibRmVersionMismatch())}, "13.0", "mismatch.*; reboot"),
-        ("0", {"Init": lambda: fails(pynvml.NVMLError_DriverNotLoaded())}, "13.0", ""),
+        ("0", None, 12040, 8, "13.0", OLD),
+        ("", None, 12040, 8, "13.0", ""),
+        ("-1", None, 12040, 8, "13.0", ""),
+        ("NoDevFiles", None, 12040, 8, "13.0", ""),  # Slurm, without a GPU
+        ("0,1", None, 13000, 8, "13.0", LOST),
+        (" 1", None, pynvml.NVMLError_LibraryNotFound(), 8, "13.0", LOST),
+        ("0", None, 13000, 8, None, ""),  # torch for CPUs
+        ("0", None, 13000, 0, "13.0", ""),
+        ("0", pynvml.NVMLError_LibRmVersionMismatch(), 0, 0, "13.0", "mismatch.*; reboot"),
+        ("0", pynvml.NVMLError_DriverNotLoaded(), 0, 0, "13.0", ""),
     ],
 )
 def test_a_driver_with_which_torch_sees_no_gpu_is_one_line_and_not_a_run_on_the_cpu(
-    visible: str, changes: dict[str, Any], torch_cuda: str, refused: str, monkeypatch: pytest.MonkeyPatch
+    visible: str, init: Any, cuda: Any, devices: int, torch_cuda: str, refused: str, monkeypatch: Any
 ) -> None:
-    nvml = {"Init": lambda: None, "Shutdown": lambda: None, "SystemGetDriverVersion": lambda: "550.54"}
-    nvml |= {"SystemGetCudaDriverVersion_v2": lambda: 12040, "DeviceGetCount": lambda: 8}
+    nvml = {"Init": Mock(side_effect=init), "Shutdown": Mock(), "SystemGetDriverVersion": lambda: "550.54"}
+    nvml |= {"SystemGetCudaDriverVersion_v2": Mock(side_effect=[cuda]), "DeviceGetCount": lambda: devices}
     nvml |= {"DeviceGetHandleByIndex": str, "DeviceGetCudaComputeCapability": lambda _: (9, 0)}
-    for name, answer in (nvml | changes).items():
+    for name, answer in nvml.items():
         monkeypatch.setattr(pynvml, f"nvml{name}", answer)
     monkeypatch.setattr(torch.version, "cuda", torch_cuda)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
