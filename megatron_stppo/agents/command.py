@@ -23,8 +23,6 @@ from collections.abc import Mapping, Sequence
 from megatron_stppo.base.types import Message, Task
 from megatron_stppo.environments.base import AgentEpisode
 
-MOVED = ("megatron_stppo.agents.packages.openenv", "megatron_stppo.agents.packages.verifiers")
-
 
 def episode_of(variables: Mapping[str, str], given: str) -> AgentEpisode:
     """Return the episode that the variables and the input of a command describe.
@@ -48,9 +46,6 @@ def main(arguments: Sequence[str]) -> None:
     if len(arguments) != 1 or ":" not in arguments[0]:
         sys.exit("give one argument, MODULE:FUNCTION")
     module, _, name = arguments[0].partition(":")
-    if module in MOVED:
-        new = f"{module.rpartition('.')[2]}_agent"
-        sys.exit(f"{module} is gone; give {new}:agent, with examples/agents on PYTHONPATH")
     agent = getattr(importlib.import_module(module), name)
     result = asyncio.run(agent(episode_of(os.environ, sys.stdin.read())))
     print(f"\n{json.dumps(result)}", flush=True)

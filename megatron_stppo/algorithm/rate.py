@@ -11,9 +11,9 @@ A controller reads only numbers that are equal on every rank, and that are known
 in StepMemory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch import Tensor
 
@@ -43,12 +43,6 @@ class StepMemory:
         """Return the memory after another batch whose advantages were whitened."""
         mean = self.deviation + (deviation - self.deviation) / (self.whitened + 1)
         return replace(self, deviation=mean, whitened=self.whitened + 1)
-
-    @classmethod
-    def of(cls, written: Mapping[str, Any]) -> Self:
-        """Return the memory that a checkpoint contains. Those of earlier versions have other fields too."""
-        names = {field.name for field in fields(cls)}
-        return cls(**{name: value for name, value in written.items() if name in names})
 
 
 @dataclass(frozen=True)

@@ -114,18 +114,3 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mismatch_bound": 5.0,
     },
 }
-
-# Names that were presets: the fields that say the same, or None where the fields are gone too.
-FORMER: dict[str, dict[str, Any] | None] = {
-    "open_loop": {
-        "preset": "ppo",
-        "rate": "open_loop",
-        "rate_profile": [1, 0.55, 0.54, 0.48, 0.24, 0.18, 0.16, 0.19],
-    },
-    "sao_turn": {"preset": "sao", "segments": "turn"},
-    "turn_grpo": {"preset": "grpo", "segments": "turn"},
-    "s_grpo": {"preset": "grpo", "correction": "logit"},
-    **dict.fromkeys(
-        ("clipping_bias", "ess", "select_turn", "momentum_reset", "momentum_clock", "gspo_token", "ipa")
-    ),
-}

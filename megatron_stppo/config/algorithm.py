@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_stppo.algorithm.variants import FORMER, VARIANTS
+from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.base.printing import did_you_mean
 from megatron_stppo.config.section import Rule, Section
 
@@ -14,10 +14,6 @@ Factor = Annotated[float, Field(ge=0)]
 GROUPED = ("group", "group_mean", "group_turn", "gigpo")  # they compare the episodes of a task
 ADVANTAGES = ("gae", "kl", *GROUPED)
 LOSSES = ("cispo",)  # the names in algorithm/own.py, which imports torch
-# Fields that are gone, with the value that changed nothing: the config.yaml of an older run has it
-IDLE = {"momentum": "keep"}
-# Values that were defaults: where they have no effect, they are from the config.yaml of an older run
-FORMER_DEFAULTS = {"rate_kl": 0.01, "select_bound": 0.04}
 # (fields, another field, the values of it with which alone the first have an effect)
 ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str | None, ...]], ...] = (
     (
@@ -38,12 +34,7 @@ ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str | None, ...]], ...] = (
 
 
 def _unknown(preset: Any) -> str:
-    """Return why `preset` is refused. Example: "preset='s_grpo' is gone; give {preset: grpo, ...}"."""
-    if isinstance(preset, str) and preset in FORMER:
-        fields = FORMER[preset]
-        shown = ", ".join(f"{name}: {value}" for name, value in (fields or {}).items())
-        remedy = f"give {{{shown}}}" if fields else f"so are its fields; choose from {sorted(VARIANTS)}"
-        return f"preset={preset!r} is gone; {remedy}"
+    """Return why `preset` is refused."""
     remedy = did_you_mean(str(preset), VARIANTS, "'{}'") or f"choose from {sorted(VARIANTS)}"
     return f"preset={preset!r} is not known; {remedy}"
 
@@ -243,7 +234,7 @@ class AlgorithmConfig(Section):
         preset = given.get("preset", cls.model_fields["preset"].default)
         if not isinstance(preset, str) or preset not in VARIANTS:
             raise ValueError(_unknown(preset))
-        return {**VARIANTS[preset], **dict(item for item in given.items() if item not in IDLE.items())}
+        return {**VARIANTS[preset], **given}
 
     def named(self) -> str:
         """Return the preset's name, and the fields that differ from its row.
@@ -378,7 +369,7 @@ class AlgorithmConfig(Section):
         value, chosen = getattr(self, name), getattr(self, of)
         needed = " or ".join(value or "null" for value in values)
         return Rule(
-            value not in (self._idle(name), FORMER_DEFAULTS.get(name)) and chosen not in values,
+            value != self._idle(name) and chosen not in values,
             f"{name}={value} with {of}={chosen!r}: it has an effect only with {of}={needed}",
             f"leave it out, or set {of}={needed}",
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from megatron_stppo.config.section import Rule, Seconds, Section, finite
 
@@ -106,19 +106,6 @@ class EnvironmentConfig(Section):
         copy = self.model_copy()
         copy._modules = folder
         return copy
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_turn_rewards(cls, given: Any) -> Any:
-        """Drop a field that is gone where it changed nothing: the config.yaml of an older run has it."""
-        if not isinstance(given, dict) or "turn_rewards" not in given:
-            return given
-        if given["turn_rewards"]:
-            raise ValueError(
-                "turn_rewards=true is gone; give environment.turn_rewards=false "
-                "environment.kind=bfcl:turn_rewards, whose module is in examples/bfcl"
-            )
-        return {name: value for name, value in given.items() if name != "turn_rewards"}
 
     def rules(self) -> Iterable[Rule]:
         is_agent, given = self.kind == "agent", [n for n in ("agent", "command") if getattr(self, n)]

@@ -14,9 +14,6 @@ from megatron_stppo.environments.base import Environment, ToolAway
 
 AGENT = "agent"  # its environment needs the engine's process: agents/endpoint/opening.py
 REMEDY = f"give search, {AGENT}, or MODULE:FACTORY, {FOUND}"
-# of older runs: kinds, and the program of an agent
-MOVED = {"reasoning_gym": "give gym_tasks:factory, whose module is in examples/reasoning_gym"}
-OLD_COMMAND = "megatron_stppo.agents.packages.command"
 
 
 def factory(config: EnvironmentConfig) -> Callable[[], Environment]:
@@ -53,8 +50,7 @@ def _own(config: EnvironmentConfig) -> Callable[[], Environment]:
 
 def _named(config: EnvironmentConfig) -> tuple[str, str]:
     """Return the module and the name of the user's factory. Raises ConfigError, as `user_code.named`."""
-    remedy = MOVED.get(config.kind, REMEDY)
-    return user_code.named(f"environment.kind={config.kind}", config.kind, config.modules, "factory", remedy)
+    return user_code.named(f"environment.kind={config.kind}", config.kind, config.modules, "factory", REMEDY)
 
 
 def check(config: EnvironmentConfig, resume: bool = False) -> None:
@@ -79,8 +75,6 @@ def _check_agent(config: EnvironmentConfig) -> None:
     listen_for_agents(config.agents_address).close()
     if config.agent is not None:
         user_code.named(f"environment.agent={config.agent}", config.agent, config.modules, "agent")
-    elif OLD_COMMAND in (config.command or ()):
-        raise ConfigError(f"environment.command: {OLD_COMMAND} is gone; give megatron_stppo.agents.command")
     elif config.command is not None and shutil.which(config.command[0]) is None:
         raise ConfigError(
             f"environment.command={config.command[0]}: no such program; give its path, or set PATH"

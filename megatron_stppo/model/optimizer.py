@@ -150,7 +150,7 @@ class Trainer:
         """
         if state is not None:
             self.optimizer.load_state_dict(state)
-        self.updates, self.skipped, self.memory = updates, skipped, StepMemory.of(memory or {})
+        self.updates, self.skipped, self.memory = updates, skipped, StepMemory(**memory or {})
         self.iterations = iterations
         self.warmup = warmup if iterations is None else self._warmup(iterations)
         self._configure()

@@ -98,7 +98,3 @@ def test_a_constant_difference_of_engine_and_trainer_does_not_lower_the_rate() -
         kl = measured_kl(partial(float, 0.0045 + 0.002 * (step % 5)), 0.0015, step % 4, 4, True)
         last = RATES["kl"](replace(FIRST, last=last, kl=kl, target=0.002))
     assert last == 1.0
-
-
-def test_a_checkpoint_of_an_earlier_version_may_have_other_fields() -> None:
-    assert StepMemory.of({"rate_scale": 0.5, "norm_mean": 2.0, "norms": 3}) == StepMemory(0.5)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_stppo.algorithm.variants import FORMER, VARIANTS
+from megatron_stppo.algorithm.variants import VARIANTS
 from megatron_stppo.config import AlgorithmConfig, Config, ConfigError
 from megatron_stppo.config.algorithm import ONLY_WITH
 from megatron_stppo.config.file import load
@@ -195,12 +195,6 @@ def test_a_field_is_refused_without_the_value_of_another_one_that_it_needs(
             AlgorithmConfig.model_validate({**settings, **other, of: needed, name: value})
 
 
-def test_the_configuration_of_an_older_run_may_have_a_default_of_its_time() -> None:
-    AlgorithmConfig.model_validate({"preset": "grpo", "select_bound": 0.04, "rate_kl": 0.01})
-    given = AlgorithmConfig.model_validate({"preset": "dppo", "select_bound": 0.04})
-    assert given.select_bound == 0.04, "where it has an effect it is kept"
-
-
 def test_fields_that_have_an_effect_are_not_refused() -> None:
     """The unit of the norms that are reported; the bounds of cispo beside a selection."""
     AlgorithmConfig.model_validate({"preset": "ppo", "correction_unit": "sum", "correction_probe": True})
@@ -220,30 +214,6 @@ def test_a_preset_equals_its_fields_set_one_by_one(name: str, tmp_path: Path) ->
     assert by_parts.algorithm.model_dump() | {"preset": name} == by_name.algorithm.model_dump()
     assert VARIANTS[name].keys() >= {"segments", "correction", "rate", "advantage"}
     assert by_name.needs_critic == (VARIANTS[name]["advantage"] == "gae")
-
-
-@pytest.mark.parametrize("name", FORMER)
-def test_a_preset_that_is_gone_is_given_as_fields_or_named_as_gone(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^algorithm: preset='{name}' is gone; ") as refusal:
-        load(minimal(tmp_path), [f"algorithm.preset={name}"])
-    fields = FORMER[name]
-    if fields is None:
-        assert "; so are its fields; choose from ['cispo', " in str(refusal.value)
-        return
-    recipe = str(refusal.value).partition("; give ")[2]
-    given = load(minimal(tmp_path), [f"algorithm={recipe}"]).algorithm
-    assert {field: getattr(given, field) for field in fields} == fields
-    assert f"`{recipe}`" in (EXAMPLES.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
-
-
-def test_the_configuration_of_an_older_run_may_have_a_field_that_is_gone_if_it_changed_nothing(
-    tmp_path: Path,
-) -> None:
-    load(minimal(tmp_path), ["algorithm.momentum=keep", "environment.turn_rewards=false"])
-    with pytest.raises(ConfigError, match=r"algorithm\.momentum='reset': no such field"):
-        load(minimal(tmp_path), ["algorithm.momentum=reset"])
-    with pytest.raises(ConfigError, match=r"^environment: turn_rewards=true is gone; give "):
-        load(minimal(tmp_path), ["environment.turn_rewards=true"])
 
 
 def test_the_context_holds_the_prompt_and_every_turn_with_its_observation() -> None:

@@ -47,11 +47,6 @@ def test_an_environment_that_cannot_be_imported_gives_a_one_line_error(own, kind
         choose.factory(EnvironmentConfig(kind=kind))
 
 
-def test_a_kind_of_older_runs_names_the_module_that_has_it_now():
-    with pytest.raises(ConfigError, match=r"=reasoning_gym: no allowed .*; give gym_tasks:factory, whose "):
-        choose.check(EnvironmentConfig(kind="reasoning_gym"))
-
-
 @pytest.mark.parametrize(
     "kind", ["this:factory", "numpy:array", "here:factory", "../here:factory", "own.here"]
 )
@@ -124,7 +119,6 @@ def test_an_agent_is_found_on_pythonpath_and_a_command_on_path(own):
     for given, says in (
         ({"agent": "os:system"}, r"environment\.agent=os:system: no allowed folder has this module"),
         ({"command": ["no-such"]}, r"environment\.command=no-such: no such program; give its path"),
-        ({"command": ["sh", "-m", choose.OLD_COMMAND]}, r"is gone; give megatron_stppo\.agents\.command"),
     ):
         with pytest.raises(ConfigError, match=says):
             choose.check(EnvironmentConfig(kind="agent", **given))

@@ -59,7 +59,5 @@ def test_the_last_line_is_the_result_and_the_key_is_not_in_it(tmp_path: Path) ->
 def test_a_failure_of_the_agent_is_the_last_line_of_the_errors(tmp_path: Path) -> None:
     failed = run(tmp_path, "my_agent:agent", MEGATRON_STPPO_SEED="8")
     assert (failed.returncode, failed.stderr.splitlines()[-1]) == (1, "LookupError: no tool")
-    moved = run(tmp_path, "megatron_stppo.agents.packages.openenv:agent")
-    assert moved.returncode == 1 and "is gone; give openenv_agent:agent, with examples/agents" in moved.stderr
     unnamed = run(tmp_path, "my_agent")
     assert (unnamed.returncode, unnamed.stderr) == (1, "give one argument, MODULE:FUNCTION\n")
