@@ -76,11 +76,9 @@ class Config(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     cold_start: ColdStartConfig = ColdStartConfig()
     telemetry: TelemetryConfig = TelemetryConfig()
-    megatron: dict[str, Annotated[Any, AfterValidator(finite)]] = Field(
-        default_factory=dict,
-        description="fields of megatron's TransformerConfig, verbatim; those that other fields or the "
-        "model's config.json determine are refused",
-    )
+    megatron: dict[str, Annotated[Any, AfterValidator(finite)]] = Field(default_factory=dict)
+    """fields of megatron's TransformerConfig, verbatim; those that other fields or the model's config.json
+    determine are refused"""
 
     @property
     def max_context(self) -> int:

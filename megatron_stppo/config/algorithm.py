@@ -42,42 +42,28 @@ def _unknown(preset: Any) -> str:
 class AlgorithmConfig(Section):
     """`preset` names a row of VARIANTS (algorithm/variants.py); other fields that are given override it."""
 
-    preset: str = Field(
-        "st_ppo", description="row of the table of algorithms; other fields of this section override it"
-    )
-    segments: Literal["token", "turn", "sequence"] = Field(
-        "turn", description="tokens that share an importance ratio"
-    )
-    pooling: Literal["mean", "sum"] = Field("mean", description="how a segment's log-ratios are combined")
-    clip_low: float = Field(
-        0.2,
-        ge=0,
-        le=1,
-        description="ratios below 1 - clip_low are clipped if the advantage is negative; of longer "
-        "segments, see clip_length_power",
-    )
-    clip_high: float = Field(
-        0.2,
-        ge=0,
-        description="ratios above 1 + clip_high are clipped if the advantage is positive; of longer "
-        "segments, see clip_length_power",
-    )
-    dual_clip: float | None = Field(
-        3.0, gt=1, description="largest ratio if the advantage is negative; null: no limit"
-    )
-    clip_length_power: float = Field(
-        0.5,
-        ge=0,
-        description="power p of the segment's number of tokens n: ratios are clipped at (1 - clip_low), "
-        "(1 + clip_high) and dual_clip, each to the power of n^-p; 0.5: for tokens that change "
-        "independently; 1: the segment's probability is bounded; 0, as in the paper: the same bounds for "
-        "every length; no effect with segments=token",
-    )
-    clip_decision: Literal["token", "segment"] = Field(
-        "token",
-        description="whose advantage decides, with its sign, which bound holds: each token's own, or the "
-        "weighted mean of the segment's tokens, so that a segment is clipped as a whole",
-    )
+    preset: str = "st_ppo"
+    """row of the table of algorithms; other fields of this section override it"""
+    segments: Literal["token", "turn", "sequence"] = "turn"
+    """tokens that share an importance ratio"""
+    pooling: Literal["mean", "sum"] = "mean"
+    """how a segment's log-ratios are combined"""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """ratios below 1 - clip_low are clipped if the advantage is negative; of longer segments, see
+    clip_length_power"""
+    clip_high: float = Field(0.2, ge=0)
+    """ratios above 1 + clip_high are clipped if the advantage is positive; of longer segments, see
+    clip_length_power"""
+    dual_clip: float | None = Field(3.0, gt=1)
+    """largest ratio if the advantage is negative; null: no limit"""
+    clip_length_power: float = Field(0.5, ge=0)
+    """power p of the segment's number of tokens n: ratios are clipped at (1 - clip_low), (1 + clip_high) and
+    dual_clip, each to the power of n^-p; 0.5: for tokens that change independently; 1: the segment's
+    probability is bounded; 0, as in the paper: the same bounds for every length; no effect with
+    segments=token"""
+    clip_decision: Literal["token", "segment"] = "token"
+    """whose advantage decides, with its sign, which bound holds: each token's own, or the weighted mean of
+    the segment's tokens, so that a segment is clipped as a whole"""
     aggregation: Literal[
         "token_mean",
         "turn_mean",
@@ -85,146 +71,105 @@ class AlgorithmConfig(Section):
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
         "sequence_mean_token_sum_norm",
-    ] = Field("token_mean", description="weights of the tokens in the loss")
-    aggregation_length: int | None = Field(
-        None, ge=1, description="divisor of sequence_mean_token_sum_norm, in tokens"
-    )
-    correction: Literal["off", "coefficient", "logit", "gradient"] = Field(
-        "logit", description="estimator of ||C||, the norm of the gradient that clipping removes"
-    )
-    correction_apply: Literal["gradient", "step"] = Field(
-        "step", description="what the scale multiplies: the gradient, or the step's learning rate"
-    )
-    correction_unit: Literal["mean", "sum", "relative"] = Field(
-        "relative",
-        description="mean: ||C|| of the loss; sum: of the sum over the minibatch's action tokens, which "
-        "grows with their number; relative: as a multiple of the norm of the remaining gradient",
-    )
-    correction_strength: float = Field(10.0, gt=0, description="factor of ||C|| in the scale; 1 in the paper")
-    correction_floor: float = Field(
-        1.0, ge=0, description="scale = 1 / max(floor, strength ||C||); 0 is the paper's literal form"
-    )
-    correction_probe: bool = Field(
-        False,
-        description="report ||C|| by every estimator, and every step in steps.jsonl; training is the same, "
-        "but a step that clips takes a second backward pass",
-    )
-    select: Literal["all", "ratio", "probability"] = Field(
-        "all",
-        description="tokens in the surrogate. In place of clipping: ratio: without segments whose ratio is "
-        "not inside the clip bounds; probability: without tokens whose probability has changed by more than "
-        "select_bound in the direction of the advantage",
-    )
-    select_bound: float = Field(
-        0.15, gt=0, description="with select=probability: largest change of a token's probability"
-    )
-    rate: Literal["constant", "open_loop", "kl"] = Field(
-        "constant",
-        description="factor on the actor's learning rate of each optimizer step: 1; rate_profile; from the "
-        "KL divergence to the old policy",
-    )
-    rate_profile: list[Factor] | None = Field(
-        None, description="with rate=open_loop: a factor for each optimizer step of an iteration, in order"
-    )
-    rate_kl: float = Field(
-        0.002, gt=0, description="with rate=kl: target of the KL divergence to the old policy, nats per token"
-    )
-    rate_rise: Literal["step", "iteration"] = Field(
-        "step",
-        description="with rate=kl: whether every step may raise the factor, or one step of an iteration",
-    )
-    advantage: str = Field(
-        "gae",
-        description="gae: with a critic; group: (outcome - group mean) / group deviation; group_mean: "
-        "outcome - group mean; group_turn: as group, of the return of each turn among turns with the same "
-        "index; gigpo: group, plus turn_weight times the same of turns that begin in the same state; kl: "
-        "minus the KL penalties of the token and, discounted by gamma, of those after it, without the "
-        "environment's rewards; or MODULE:FUNCTION (docs/algorithms.md)",
-    )
-    turn_weight: float = Field(
-        1.0, gt=0, description="weight of the turns' part of advantage=gigpo (omega of GiGPO)"
-    )
-    loss: str | None = Field(
-        None,
-        description="cispo or MODULE:FUNCTION, in place of the clipped surrogate (docs/algorithms.md)",
-    )
-    gae_level: Literal["token", "turn"] = Field("token", description="what one step of GAE is")
-    gae_observations: bool = Field(
-        False, description="include observations in GAE and in the value loss, as Search-R1 does"
-    )
-    gae_histories: Literal["alone", "discounted", "chained"] = Field(
-        "alone",
-        description="an agent's episode of several histories. alone: each ends with the reward; discounted: "
-        "and its advantages are multiplied by (gamma lambda)^n, for n steps of GAE in the episode's later "
-        "histories; chained: they are one trajectory, one after another, that ends with the reward",
-    )
-    gamma: float = Field(
-        1.0,
-        ge=0,
-        le=1,
-        description="discount per step of GAE, and of advantage=kl; with group_turn and gigpo, per turn",
-    )
-    lam: float = Field(1.0, ge=0, le=1, description="lambda of GAE")
-    lam_critic: float | None = Field(
-        None, ge=0, le=1, description="lambda of the critic's returns; null: that of the advantages"
-    )
-    lam_length: float | None = Field(
-        None,
-        gt=0,
-        description="alpha of a lambda that follows the length l of a trajectory, in steps of GAE: the "
-        "advantages have 1 - 1 / (alpha l), at least 0, in place of lam; null: lam",
-    )
-    truncated: Literal["end", "bootstrap", "mask"] = Field(
-        "end",
-        description="episodes with the outcome truncated, because the context is full or the turns are used "
-        "up. end: what would have followed counts 0; bootstrap: with a critic, it counts with the value of "
-        "the last step; mask: they carry no loss",
-    )
-    overlong_from: int | None = Field(
-        None,
-        ge=0,
-        description="action tokens of an episode above which its reward is reduced; null: never",
-    )
-    overlong_to: int | None = Field(
-        None, description="action tokens of an episode from which its reward is reduced by overlong_penalty"
-    )
-    overlong_penalty: float = Field(1.0, gt=0, description="largest reduction of an episode's reward")
-    whiten: bool = Field(True, description="scale advantages to mean 0 and variance 1 over the batch")
-    value_clip: float = Field(0.5, gt=0, description="clipping range around the old value, as in PPO")
-    kl_coefficient: float = Field(
-        0.001, ge=0, description="weight of the KL divergence from the reference; 0 builds no reference"
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k1", description="estimator of the KL divergence")
-    kl_in: Literal["reward", "loss"] = Field(
-        "reward", description="whether the KL divergence is subtracted from rewards or added to the loss"
-    )
-    entropy_coefficient: float = Field(0.001, ge=0, description="weight of the entropy bonus")
-    old_policy: Literal["score", "behaviour"] = Field(
-        "score",
-        description="denominator of the importance ratios: the trainer's policy at the iteration's start, or "
-        "the engine's policies that generated the tokens",
-    )
-    mismatch: Literal["off", "truncate", "mask"] = Field(
-        "off",
-        description="correction of what lies between the engine's policy and the old policy: truncate (TIS), "
-        "mask (MIS) or off",
-    )
-    mismatch_level: Literal["token", "turn", "sequence"] = Field(
-        "token", description="tokens that the mismatch weight is averaged over"
-    )
-    mismatch_pooling: Literal["mean", "sum"] = Field(
-        "mean",
-        description="how the log-ratios of mismatch_level are combined; sum: the product of the ratios",
-    )
-    mismatch_bound: float = Field(2.0, gt=1, description="upper bound of the mismatch weight")
-    mismatch_lower: float | None = Field(
-        None, ge=0, le=1, description="lower bound of mismatch=mask; null: 1 / mismatch_bound"
-    )
-    routing_replay: Literal["off", "old_policy", "rollout"] = Field(
-        "off",
-        description="experts that the trainer uses: those its router chooses; in updates, those chosen when "
-        "the old policy was scored (R2); in scoring and updates, those that the engine chose (R3)",
-    )
+    ] = "token_mean"
+    """weights of the tokens in the loss"""
+    aggregation_length: int | None = Field(None, ge=1)
+    """divisor of sequence_mean_token_sum_norm, in tokens"""
+    correction: Literal["off", "coefficient", "logit", "gradient"] = "logit"
+    """estimator of ||C||, the norm of the gradient that clipping removes"""
+    correction_apply: Literal["gradient", "step"] = "step"
+    """what the scale multiplies: the gradient, or the step's learning rate"""
+    correction_unit: Literal["mean", "sum", "relative"] = "relative"
+    """mean: ||C|| of the loss; sum: of the sum over the minibatch's action tokens, which grows with their
+    number; relative: as a multiple of the norm of the remaining gradient"""
+    correction_strength: float = Field(10.0, gt=0)
+    """factor of ||C|| in the scale; 1 in the paper"""
+    correction_floor: float = Field(1.0, ge=0)
+    """scale = 1 / max(floor, strength ||C||); 0 is the paper's literal form"""
+    correction_probe: bool = False
+    """report ||C|| by every estimator, and every step in steps.jsonl; training is the same, but a step that
+    clips takes a second backward pass"""
+    select: Literal["all", "ratio", "probability"] = "all"
+    """tokens in the surrogate. In place of clipping: ratio: without segments whose ratio is not inside the
+    clip bounds; probability: without tokens whose probability has changed by more than select_bound in the
+    direction of the advantage"""
+    select_bound: float = Field(0.15, gt=0)
+    """with select=probability: largest change of a token's probability"""
+    rate: Literal["constant", "open_loop", "kl"] = "constant"
+    """factor on the actor's learning rate of each optimizer step: 1; rate_profile; from the KL divergence to
+    the old policy"""
+    rate_profile: list[Factor] | None = None
+    """with rate=open_loop: a factor for each optimizer step of an iteration, in order"""
+    rate_kl: float = Field(0.002, gt=0)
+    """with rate=kl: target of the KL divergence to the old policy, nats per token"""
+    rate_rise: Literal["step", "iteration"] = "step"
+    """with rate=kl: whether every step may raise the factor, or one step of an iteration"""
+    advantage: str = "gae"
+    """gae: with a critic; group: (outcome - group mean) / group deviation; group_mean: outcome - group mean;
+    group_turn: as group, of the return of each turn among turns with the same index; gigpo: group, plus
+    turn_weight times the same of turns that begin in the same state; kl: minus the KL penalties of the token
+    and, discounted by gamma, of those after it, without the environment's rewards; or MODULE:FUNCTION
+    (docs/algorithms.md)"""
+    turn_weight: float = Field(1.0, gt=0)
+    """weight of the turns' part of advantage=gigpo (omega of GiGPO)"""
+    loss: str | None = None
+    """cispo or MODULE:FUNCTION, in place of the clipped surrogate (docs/algorithms.md)"""
+    gae_level: Literal["token", "turn"] = "token"
+    """what one step of GAE is"""
+    gae_observations: bool = False
+    """include observations in GAE and in the value loss, as Search-R1 does"""
+    gae_histories: Literal["alone", "discounted", "chained"] = "alone"
+    """an agent's episode of several histories. alone: each ends with the reward; discounted: and its
+    advantages are multiplied by (gamma lambda)^n, for n steps of GAE in the episode's later histories;
+    chained: they are one trajectory, one after another, that ends with the reward"""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """discount per step of GAE, and of advantage=kl; with group_turn and gigpo, per turn"""
+    lam: float = Field(1.0, ge=0, le=1)
+    """lambda of GAE"""
+    lam_critic: float | None = Field(None, ge=0, le=1)
+    """lambda of the critic's returns; null: that of the advantages"""
+    lam_length: float | None = Field(None, gt=0)
+    """alpha of a lambda that follows the length l of a trajectory, in steps of GAE: the advantages have 1 - 1
+    / (alpha l), at least 0, in place of lam; null: lam"""
+    truncated: Literal["end", "bootstrap", "mask"] = "end"
+    """episodes with the outcome truncated, because the context is full or the turns are used up. end: what
+    would have followed counts 0; bootstrap: with a critic, it counts with the value of the last step; mask:
+    they carry no loss"""
+    overlong_from: int | None = Field(None, ge=0)
+    """action tokens of an episode above which its reward is reduced; null: never"""
+    overlong_to: int | None = None
+    """action tokens of an episode from which its reward is reduced by overlong_penalty"""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """largest reduction of an episode's reward"""
+    whiten: bool = True
+    """scale advantages to mean 0 and variance 1 over the batch"""
+    value_clip: float = Field(0.5, gt=0)
+    """clipping range around the old value, as in PPO"""
+    kl_coefficient: float = Field(0.001, ge=0)
+    """weight of the KL divergence from the reference; 0 builds no reference"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """estimator of the KL divergence"""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """whether the KL divergence is subtracted from rewards or added to the loss"""
+    entropy_coefficient: float = Field(0.001, ge=0)
+    """weight of the entropy bonus"""
+    old_policy: Literal["score", "behaviour"] = "score"
+    """denominator of the importance ratios: the trainer's policy at the iteration's start, or the engine's
+    policies that generated the tokens"""
+    mismatch: Literal["off", "truncate", "mask"] = "off"
+    """correction of what lies between the engine's policy and the old policy: truncate (TIS), mask (MIS) or
+    off"""
+    mismatch_level: Literal["token", "turn", "sequence"] = "token"
+    """tokens that the mismatch weight is averaged over"""
+    mismatch_pooling: Literal["mean", "sum"] = "mean"
+    """how the log-ratios of mismatch_level are combined; sum: the product of the ratios"""
+    mismatch_bound: float = Field(2.0, gt=1)
+    """upper bound of the mismatch weight"""
+    mismatch_lower: float | None = Field(None, ge=0, le=1)
+    """lower bound of mismatch=mask; null: 1 / mismatch_bound"""
+    routing_replay: Literal["off", "old_policy", "rollout"] = "off"
+    """experts that the trainer uses: those its router chooses; in updates, those chosen when the old policy
+    was scored (R2); in scoring and updates, those that the engine chose (R3)"""
 
     @model_validator(mode="before")
     @classmethod

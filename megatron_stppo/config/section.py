@@ -46,7 +46,10 @@ def enforce(rules: Iterable[Rule]) -> None:
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+    # a field's description is the text below it
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*")
     @classmethod
