@@ -164,7 +164,7 @@ def check_resumed(path: Path, state: Mapping[str, Any], role: str, trainer: Trai
     check_experts(path, state, trainer)
     check_distributed(path, state, role, trainer)
     if role == "critic":
-        before, now = state.get("frozen_attention", False), frozen_attention(trainer)
+        before, now = state["frozen_attention"], frozen_attention(trainer)
         _check_same(path, "update.critic.frozen_attention", before, now, "set it as it was")
     here = adaptation_of(trainer.chunks)
     if here is not None and state["lora"]["initial"] != here["initial"]:

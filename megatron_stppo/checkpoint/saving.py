@@ -141,9 +141,7 @@ class Saver:
         }
         own = torch.tensor(sum(copy.bytes for copy in copies.values()) + len(episodes))
         # the arguments of Trainer.restore
-        counters = {
-            r: (t.updates, t.skipped, t.warmup, asdict(t.memory), t.iterations) for r, t in trainers.items()
-        }
+        counters = {r: (t.updates, t.skipped, asdict(t.memory), t.iterations) for r, t in trainers.items()}
         state = state | {"trainers": counters} | made_of(trainers) | self._model
         files = {steps.STATE: json.dumps(state).encode()}
         if episodes:

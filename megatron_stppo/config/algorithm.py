@@ -1,7 +1,7 @@
 """The section `algorithm`."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -13,30 +13,21 @@ from megatron_stppo.config.section import Rule, Section
 Factor = Annotated[float, Field(ge=0)]
 GROUPED = ("group", "group_mean", "group_turn", "gigpo")  # they compare the episodes of a task
 ADVANTAGES = ("gae", "kl", *GROUPED)
+CORRECTIONS = ("coefficient", "logit", "gradient")  # beside off
 LOSSES = ("cispo",)  # the names in algorithm/own.py, which imports torch
 # (fields, another field, the values of it with which alone the first have an effect)
-ONLY_WITH: tuple[tuple[tuple[str, ...], str, tuple[str | None, ...]], ...] = (
-    (
-        ("correction_apply", "correction_strength", "correction_floor"),
-        "correction",
-        ("coefficient", "logit", "gradient"),
-    ),
-    (("gae_level", "lam", "lam_critic", "lam_length", "whiten", "value_clip"), "advantage", ("gae",)),
-    (("lam",), "lam_length", (None,)),
-    (("gamma",), "advantage", ("gae", "kl", "group_turn", "gigpo")),
-    (("mismatch_level", "mismatch_pooling", "mismatch_bound"), "mismatch", ("truncate", "mask")),
-    (("mismatch_lower",), "mismatch", ("mask",)),
-    (("rate_kl", "rate_rise"), "rate", ("kl",)),
-    (("select_bound",), "select", ("probability",)),
-    (("clip_decision",), "segments", ("turn", "sequence")),
-    (("turn_weight",), "advantage", ("gigpo",)),
+ONLY_WITH: tuple[tuple[str, str, tuple[str | None, ...]], ...] = (
+    ("correction_apply correction_strength correction_floor", "correction", CORRECTIONS),
+    ("gae_level lam lam_critic lam_length whiten value_clip", "advantage", ("gae",)),
+    ("lam", "lam_length", (None,)),
+    ("gamma", "advantage", ("gae", "kl", "group_turn", "gigpo")),
+    ("mismatch_level mismatch_pooling mismatch_bound", "mismatch", ("truncate", "mask")),
+    ("mismatch_lower", "mismatch", ("mask",)),
+    ("rate_kl rate_rise", "rate", ("kl",)),
+    ("select_bound", "select", ("probability",)),
+    ("clip_decision", "segments", ("turn", "sequence")),
+    ("turn_weight", "advantage", ("gigpo",)),
 )
-
-
-def _unknown(preset: Any) -> str:
-    """Return why `preset` is refused."""
-    remedy = did_you_mean(str(preset), VARIANTS, "'{}'") or f"choose from {sorted(VARIANTS)}"
-    return f"preset={preset!r} is not known; {remedy}"
 
 
 class AlgorithmConfig(Section):
@@ -178,7 +169,8 @@ class AlgorithmConfig(Section):
             return given
         preset = given.get("preset", cls.model_fields["preset"].default)
         if not isinstance(preset, str) or preset not in VARIANTS:
-            raise ValueError(_unknown(preset))
+            remedy = did_you_mean(str(preset), VARIANTS, "'{}'") or f"choose from {sorted(VARIANTS)}"
+            raise ValueError(f"preset={preset!r} is not known; {remedy}")
         return {**VARIANTS[preset], **given}
 
     def named(self) -> str:
@@ -237,7 +229,7 @@ class AlgorithmConfig(Section):
                 f"segments={a.segments} with {used}: it would have no effect",
                 "set segments=token",
             ),
-            *(self._has_effect(name, of, values) for names, of, values in ONLY_WITH for name in names),
+            *(rule for row in ONLY_WITH for rule in self._have_effect(*row)),
             *(
                 Rule(
                     not (a.clips or named or a.select == "ratio") and getattr(a, name) != self._idle(name),
@@ -310,14 +302,15 @@ class AlgorithmConfig(Section):
             ),
         )
 
-    def _has_effect(self, name: str, of: str, values: tuple[str | None, ...]) -> Rule:
-        value, chosen = getattr(self, name), getattr(self, of)
-        needed = " or ".join(value or "null" for value in values)
-        return Rule(
-            value != self._idle(name) and chosen not in values,
-            f"{name}={value} with {of}={chosen!r}: it has an effect only with {of}={needed}",
-            f"leave it out, or set {of}={needed}",
-        )
+    def _have_effect(self, names: str, of: str, values: tuple[str | None, ...]) -> Iterator[Rule]:
+        chosen, needed = getattr(self, of), " or ".join(value or "null" for value in values)
+        for name in names.split():
+            value = getattr(self, name)
+            yield Rule(
+                value != self._idle(name) and chosen not in values,
+                f"{name}={value} with {of}={chosen!r}: it has an effect only with {of}={needed}",
+                f"leave it out, or set {of}={needed}",
+            )
 
     def _idle(self, name: str) -> Any:
         """Return the value of a field that is not given."""

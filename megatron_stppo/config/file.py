@@ -210,10 +210,8 @@ def _override(raw: dict[str, Any], text: str) -> None:
         given = parse(value)
     except NOT_YAML:
         raise ConfigError(f"override {shown}: the value is not YAML; quote it") from None
-    if _is_text([*path, last]) and not isinstance(
-        given, str | None
-    ):  # a name such as 2026-11-25, which is a date in YAML
-        given = value
+    if _is_text([*path, last]) and not isinstance(given, str | None):
+        given = value  # a name such as 2026-11-25, which is a date in YAML
     node[last] = given
 
 

@@ -167,10 +167,8 @@ def encode(rows: Sequence[Row | AgentRow], tokenizer: PreTrainedTokenizerBase) -
 
 def _conversation(row: AgentRow, tokenizer: PreTrainedTokenizerBase) -> Demonstration:
     """Return the messages up to the first completion, then each completion and what follows it."""
-    messages, end = (
-        [message.model_dump(exclude_none=True) for message in row.messages],
-        tokenizer.eos_token_id,
-    )
+    messages = [message.model_dump(exclude_none=True) for message in row.messages]
+    end = tokenizer.eos_token_id
     completions = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     pieces: list[tuple[list[int], str]] = []
     for place, following in zip(completions, [*completions[1:], None], strict=True):

@@ -154,15 +154,12 @@ class TaskCursor:
 
     def take(self, n: int) -> list[Task]:
         """Return the next n >= 0 tasks."""
-        taken: list[Task] = []
-        while len(taken) < n:
-            order = self._order()
-            until = min(len(order), self._position + n - len(taken))
-            taken += [self._tasks[i] for i in order[self._position : until]]
-            self._epoch, self._position = (
-                (self._epoch + 1, 0) if until == len(order) else (self._epoch, until)
-            )
-        return taken
+        first, self._position = self._position, self._position + n
+        order = self._order()
+        while self._position >= len(self._tasks):
+            self._epoch, self._position = self._epoch + 1, self._position - len(self._tasks)
+            order += self._order()
+        return [self._tasks[i] for i in order[first : first + n]]
 
     def state(self) -> dict[str, int]:
         """Return the position as a JSON-serialisable dict.

@@ -39,9 +39,7 @@ class Trainer:
         """iterations: those that the warm-up is a share of, of `updates_each` optimizer steps."""
         self.model = list(model)  # this rank's chunks
         self.settings = settings
-        self.iterations: int | None = iterations  # None: not known, from a checkpoint without them
-        self._updates_each = updates_each
-        self.warmup = self._warmup(iterations)
+        self.iterations, self._updates_each = iterations, updates_each
         self.updates = 0  # optimizer steps taken
         self.skipped = 0  # steps not taken because a number was not finite
         self.memory = StepMemory()  # the actor's
@@ -138,27 +136,26 @@ class Trainer:
         state: dict[Any, Any] | None,
         updates: int,
         skipped: int,
-        warmup: int,
-        memory: Mapping[str, Any] | None = None,
-        iterations: int | None = None,
+        memory: Mapping[str, Any],
+        iterations: int,
     ) -> None:
         """Restore the optimizer's state and the counters from a checkpoint.
 
         state: megatron's sharded state dict, loaded; None if the states were loaded in place. memory: the
         fields of a StepMemory. iterations: with which the run began: more of them do not change the warm-up,
-        but its other settings do. Both are None in checkpoints of versions without them; then `warmup` stays.
+        but its other settings do.
         """
         if state is not None:
             self.optimizer.load_state_dict(state)
-        self.updates, self.skipped, self.memory = updates, skipped, StepMemory(**memory or {})
-        self.iterations = iterations
-        self.warmup = warmup if iterations is None else self._warmup(iterations)
+        self.updates, self.skipped, self.iterations = updates, skipped, iterations
+        self.memory = StepMemory(**memory)
         self._configure()
         self._set_adam_steps(updates)
 
-    def _warmup(self, iterations: int) -> int:
-        """Return the length of the warm-up, in optimizer steps."""
-        return math.ceil(self.settings.warmup_fraction * (iterations * self._updates_each))
+    @property
+    def warmup(self) -> int:
+        """The length of the warm-up, in optimizer steps."""
+        return math.ceil(self.settings.warmup_fraction * (self.iterations * self._updates_each))
 
     def _configure(self) -> None:
         """Set the fields of `settings` that megatron's state has too: a checkpoint may have other values."""

@@ -10,7 +10,7 @@ same layout on its ranks, so one layer can be planned and counted for all. The n
 exact, but which of several holders sends is chosen once for all these layers.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,27 +97,17 @@ def exchange(
 
 
 def layers_to_plan(shape: ModelShape, layout: Layout) -> dict[int, int]:
-    """Return `alike` for a model.
+    """Return `alike` for a model: {first layer of a kind in a model chunk: how many of this kind are in it}.
 
     Every layer is planned, unless the model has experts, which would take millions of copies.
+    Example: 8 layers with experts on 2 stages: {0: 4, 4: 4}.
     """
     if not shape.experts:
         return dict.fromkeys(range(shape.layers), 1)
-    return layers_alike(layout, shape.layers, shape.mixers)
-
-
-def layers_alike(layout: Layout, layers: int, kinds: Sequence[object] = ()) -> dict[int, int]:
-    """Return {first layer of a kind in a model chunk: number of its layers of this kind}.
-
-    kinds: of each layer; empty: all layers are of one kind.
-    Example: 8 layers on 2 stages: {0: 4, 4: 4}.
-    """
-    alike: dict[int, int] = {}
-    for run in (run for stage in range(layout.pipeline) for run in layout.chunks(layers, stage)):
+    alike = Counter[int]()
+    for run in (run for stage in range(layout.pipeline) for run in layout.chunks(shape.layers, stage)):
         first: dict[object, int] = {}
-        for layer in run:
-            of_kind = first.setdefault(kinds[layer] if kinds else None, layer)
-            alike[of_kind] = alike.get(of_kind, 0) + 1
+        alike.update(first.setdefault(shape.mixers[layer], layer) for layer in run)
     return alike
 
 
@@ -131,11 +121,10 @@ def _only(layouts: Mapping[int, Spans], layers: Container[int]) -> dict[int, Spa
     thinned: dict[int, Spans] = {}
     for spans in layouts.values():
         if id(spans) not in thinned:
-            numbers = {name: {layer_of(span.hf_key) for span in parts} for name, parts in spans.items()}
             thinned[id(spans)] = {
                 name: parts
                 for name, parts in spans.items()
-                if any(number is None or number in layers for number in numbers[name])
+                if any((layer := layer_of(span.hf_key)) is None or layer in layers for span in parts)
             }
     return {rank: thinned[id(spans)] for rank, spans in layouts.items()}
 

@@ -80,7 +80,7 @@ class _Written(msgspec.Struct):
 
     trainers: dict[str, Any]  # by role
     shape: dict[str, Any]
-    tokenizer: dict[str, str] = {}  # digests; {} in checkpoints of versions without them
+    tokenizer: dict[str, str]  # digests
     ledger: dict[str, Any] | None = None  # of an asynchronous run: replicas/trainer/ledger.py
 
 
@@ -128,8 +128,6 @@ def check_model(config: Config, run: Path, checkpoint: str = "latest") -> _Writt
         raise ConfigError(
             f"model.path={model}: its {other} differs from that of {path}; {_remedy(model, run)}"
         )
-    note = f"{path}: does not record its tokenizer, so that of model.path={model} is not compared with it"
-    say(note, is_first_rank() and not written.tokenizer)
     return written
 
 

@@ -24,7 +24,6 @@ from megatron_stppo.plan.simulation.workload import (
     PlannedEpisode,
     RecordedLengths,
     Sizes,
-    Spread,
     ToolTimes,
     Workload,
 )
@@ -51,7 +50,7 @@ def played(sizes: Sequence[Sizes], call: float = 0.0) -> Workload:
 ONE_SECOND = played([Sizes(((10, 100),))])
 
 
-def two_turns(between: Spread, at_once: int = 64) -> Workload:
+def two_turns(between: LogNormal, at_once: int = 64) -> Workload:
     """Two turns of 50 steps, which take 0.5 s each, with a call in between."""
     return Workload(RecordedLengths((Sizes(((10, 50), (10, 50))),)), ToolTimes(between, at_once=at_once))
 

@@ -3,11 +3,11 @@ from dataclasses import replace
 from megatron_stppo.families.llama import Qwen2
 from megatron_stppo.parallel.layout import Layout
 from megatron_stppo.plan.assumptions import H100
-from megatron_stppo.plan.times import exchange, layers_alike, shard_bytes
+from megatron_stppo.plan.times import exchange, shard_bytes
 from megatron_stppo.weights.sharding.spans import row_widths, serving_layouts, training_layouts
 
 SHAPE = Qwen2("qwen2", 4, 64, 8, 4, 8, 96, 512, False, 1e6, 1e-6, 512)
-ALIKE = layers_alike(Layout(tensor=2, pipeline=2), 4)
+ALIKE = {0: 2, 2: 2}  # 4 layers on 2 stages
 SIDES = (
     training_layouts(SHAPE, Layout(tensor=2, pipeline=2)),
     serving_layouts(SHAPE, 4, 2),

@@ -150,8 +150,8 @@ def test_a_run_is_resumed_with_the_models_and_the_episodes_that_it_has(
     step = config.run.folder / "checkpoints" / "step_4"
     step.mkdir(parents=True)
     (step.parent / "LATEST").write_text("step_4")
-    state = {"iteration": 4, "trainers": {"actor": [], "critic": []}, "shape": {"hidden": 128}} | changed
-    (step / "state.json").write_text(json.dumps(state))
+    state = {"trainers": {"actor": [], "critic": []}, "shape": {"hidden": 128}, "tokenizer": {}}
+    (step / "state.json").write_text(json.dumps(state | {"iteration": 4} | changed))
     if not said:
         return check_resume(config)
     with pytest.raises(ConfigError, match=said):
@@ -199,10 +199,6 @@ def test_weights_of_a_run_are_not_combined_with_another_tokenizer_or_template(
     with pytest.raises(ConfigError, match=r"its tokenizer differs .*; restore the files of the run's model"):
         check_resume(config)
     assert not capsys.readouterr().err
-    shutil.rmtree(run / "checkpoints")
-    write_step(run / "checkpoints", 4, shape={})
-    check_resume(config)
-    assert "step_4: does not record its tokenizer, so that of model.path" in capsys.readouterr().err
 
 
 def test_a_runs_checkpoints_and_records_belong_to_the_model_that_it_had(

@@ -11,9 +11,7 @@ from megatron_stppo.base.errors import ConfigError
 
 # Below the range of ports that Linux uses for outgoing connections.
 FIRST_PORT, PORTS = 20_000, 10_000
-STEPS_APART = (
-    997  # ports between two steps of a job, so that they are rarely those of another job on the node
-)
+STEPS_APART = 997  # ports between two steps of a job: rarely those of another job on the node
 INTERACTIVE = "4294967290"  # SLURM_STEP_ID of the shell that salloc starts on a node (slurm.h)
 LOOPBACK = "127.0.0.1"  # address of the store when all ranks are on one node
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

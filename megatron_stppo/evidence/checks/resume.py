@@ -351,7 +351,7 @@ def _replace_models(stage: Stage) -> None:
             weights = (weight for chunk in trainer.chunks for weight in trained(chunk))
             for tensor in (*weights, *trainer.states()):  # a checkpoint of adapters has no frozen weights
                 tensor.detach().zero_()
-            trainer.updates = trainer.skipped = trainer.warmup = 0
+            trainer.updates = trainer.skipped = trainer.iterations = 0
         return
     config, shape, mesh = learner.config, learner.shape, learner.mesh
     del learner

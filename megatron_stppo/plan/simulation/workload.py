@@ -7,15 +7,8 @@ of a plan, and the colocated run, therefore play the same episodes.
 import math
 import random
 from dataclasses import dataclass
-from typing import Protocol
 
 P99 = 2.3263478740408408  # 99 % of a standard normal distribution lies below it
-
-
-class Spread(Protocol):
-    """A distribution of numbers."""
-
-    def draw(self, chance: random.Random) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -54,10 +47,10 @@ class Sizes:
 class DrawnLengths:
     """Lengths whose parts are drawn independently. An episode ends when its context is full."""
 
-    prompt: Spread
-    turns: Spread  # number of turns
-    turn: Spread  # tokens
-    observation: Spread  # tokens
+    prompt: LogNormal
+    turns: LogNormal  # number of turns
+    turn: LogNormal  # tokens
+    observation: LogNormal  # tokens
     context: int  # most tokens of an episode
 
     def draw(self, chance: random.Random) -> Sizes:
@@ -87,7 +80,7 @@ class RecordedLengths:
 class ToolTimes:
     """Seconds of the calls of an environment, after every turn but the last. None: no time."""
 
-    between: Spread | None = None
+    between: LogNormal | None = None
     at_once: int = 64  # calls in progress at a time, per replica (environment.concurrency)
 
 
@@ -115,5 +108,5 @@ class Workload:
         return PlannedEpisode(sizes, tuple(waits))
 
 
-def _count(spread: Spread, chance: random.Random) -> int:
+def _count(spread: LogNormal, chance: random.Random) -> int:
     return max(1, round(spread.draw(chance)))

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -96,10 +95,8 @@ def read(run: Path, iteration: int, mesh: MeshRank) -> tuple[ScoredBatch, Tensor
         tensors = load(_file(folder, mesh.pipeline_rank if routed else 0).read_bytes())
         group_N = tensors.pop(GROUP)
         tensors["held_N"] = tensors["sequence_offsets"][:-1]
-        # earlier versions wrote these two only where they differ from this
-        defaults = {"first_N": torch.ones_like(tensors["live_N"]), "cut_N": tensors["live_N"] & False}
         scored = {name: column for name, column in tensors.items() if name not in ADDED}
-        return ScoredBatch(**(defaults | scored), epochs=()), group_N
+        return ScoredBatch(**scored, epochs=()), group_N
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:

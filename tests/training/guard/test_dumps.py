@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megatron_stppo.base.types import Batch, ScoredBatch, UpdatedBatch
 from megatron_stppo.config import ConfigError
@@ -44,15 +43,6 @@ def test_a_batch_comes_back_bit_for_bit_without_what_estimate_computes_again(tmp
         assert torch.equal(value.nan_to_num(9), getattr(again, name).nan_to_num(9)), name
     record = json.loads((tmp_path / "dumps/iteration-00007/batch.json").read_text())
     assert record == {"iteration": 7, "reasons": ["because"], "routed": None}
-
-
-def test_a_dump_of_an_earlier_version_may_lack_what_every_batch_has_now(tmp_path: Path) -> None:
-    write(tmp_path, 1, scored())
-    (path,) = (tmp_path / "dumps/iteration-00001").glob("*.safetensors")
-    tensors = load_file(path)
-    save_file({name: value for name, value in tensors.items() if name not in ("first_N", "cut_N")}, path)
-    again, _ = dumps.read(tmp_path, 1, MESH)
-    assert again.first_N.tolist() == [True, True] and again.cut_N.tolist() == [False, False]
 
 
 def test_the_newest_dumps_are_kept_and_a_dump_of_an_interrupted_attempt_is_replaced(tmp_path: Path) -> None:
