@@ -35,7 +35,7 @@ from megatron_stppo.training.loop import Assemble
 
 Check = Callable[[Stage], Iterator[Checked]]  # collective; equal findings on every rank
 # The first checks leave the weights as they are, and the last ones change them. The very last one leaves the
-# run's models unusable. Every check prints its line when it is done.
+# run's models unusable. All begin in the phase `score`, and print their lines when they are done.
 CHECKS: tuple[Check, ...] = (
     exact,
     landing,
@@ -85,6 +85,7 @@ def verify(config: Config, assemble: Assemble, output: Path | None = None) -> bo
 def findings_of(stage: Stage, checks: tuple[Check, ...]) -> Iterator[Checked]:
     """Yield the findings of the checks, and print each on the first rank. Collective."""
     for check in checks:
+        stage.rollouts.load_for("score")  # the engine releases its memory
         for finding in check(stage):
             if process.rank() == 0:
                 print(finding, flush=True)

@@ -40,16 +40,9 @@ def distributions(head: PolicyHead, like: Tensor) -> Iterator[str]:
         value = (torch.stack([chunk.logprob, chunk.entropy]) * slopes[:, chunk.first : chunk.last]).sum()
         return value, value.detach().reshape(1)
 
-    hidden, weight = planted
-    settings = (head.temperature, head.float32_logits)
+    (hidden, weight), ends = planted, [0, ROWS // 3, ROWS]
     value, _, _ = ops.linear_loss(
-        hidden,
-        weight,
-        target_T,
-        [0, ROWS // 3, ROWS],
-        loss,
-        temperature=settings[0],
-        float32_logits=settings[1],
+        hidden, weight, target_T, ends, loss, temperature=head.temperature, float32_logits=head.float32_logits
     )
     torch.autograd.backward(value)
     for name, leaf, needed in zip(("hidden states", "head"), planted, exact, strict=True):
@@ -74,11 +67,9 @@ def _sizes(own_T: Tensor, p: Tensor, target_T: Tensor, advantage_T: Tensor) -> I
     now_T, of_all_T = own_T.float(), p.square().sum(1).float()
     out = ops.clipped_surrogate(now_T, now_T - rise_T, advantage_T, weight=1.0, sum_p_sq=of_all_T)
     needed_T = (rise_T.exp() * advantage_T).square() * square_T
-    found, needed = (
-        torch.stack([out.logit_bias_sq, out.logit_grad_sq]),
-        [needed_T[rise_T == n].sum() for n in (1, 0)],
-    )
-    yield from apart("squares of ||C|| and ||grad J|| by planted logits", found, torch.stack(needed), FAR)
+    found = torch.stack([out.logit_bias_sq, out.logit_grad_sq])
+    needed = torch.stack([needed_T[rise_T == n].sum() for n in (1, 0)])
+    yield from apart("squares of ||C|| and ||grad J|| by planted logits", found, needed, FAR)
 
 
 def apart(name: str, found: Tensor, needed: Tensor, far: float) -> list[str]:

@@ -2,9 +2,9 @@
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, Self
 
 import torch
@@ -29,25 +29,6 @@ from megatron_stppo.training.stages import distribute, score
 from megatron_stppo.training.update.actor_step import ActorLoss, minibatch_weights
 from megatron_stppo.training.update.own import Own
 from megatron_stppo.weights.sharding.hf_load import load_config
-
-
-@contextmanager
-def recording(rollouts: Rollouts, records: Recordings) -> Iterator[None]:
-    """Context in which the environments of colocated episodes are recorded, and the other ranks' records are
-    read at the end. Those of replicas are always recorded. Collective."""
-    if isinstance(rollouts, Worker):
-        make = rollouts.make_environment
-        rollouts.make_environment = lambda: recorded(make, records.note)
-        try:
-            yield
-        finally:
-            rollouts.make_environment = make
-    else:
-        yield
-    records.read()
-    for of_rank in gather_records(list(records.said.values()), Said):
-        records.said |= {said.seed: said for said in of_rank}
-
 
 Verdict = Literal["ok", "fails", "skipped"]
 TASKS = 6  # of data.train
@@ -85,12 +66,14 @@ def faultless(check: str, wrong: Sequence[str], measured: str, remedy: str, show
 
 @contextmanager
 def replaced(owner: Any, method: str, other: Callable[..., Any]) -> Iterator[None]:
-    """Context in which an object has another method than its class."""
+    """Context in which an object has another method."""
+    own = {method: vars(owner)[method]} if method in vars(owner) else {}
     setattr(owner, method, other)
     try:
         yield
     finally:
         delattr(owner, method)
+        vars(owner).update(own)
 
 
 def first_wrong(
@@ -164,8 +147,14 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.records = Recordings(self.config.run.folder)
-        with recording(self.rollouts, self.records):
+        with ExitStack() as stack:
+            if isinstance(self.rollouts, Worker):
+                make = partial(recorded, self.rollouts.make_environment, self.records.note)
+                stack.enter_context(replaced(self.rollouts, "make_environment", make))
             self.played = self.play()  # the rewards are those of the recorder
+        self.records.read()
+        for of_rank in gather_records(list(self.records.said.values()), Said):
+            self.records.said |= {said.seed: said for said in of_rank}
         self.episodes = everywhere(self.played)
         self.rollouts.load_for("score")
         learner = self.learner

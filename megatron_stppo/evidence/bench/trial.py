@@ -31,7 +31,7 @@ from megatron_stppo.parallel.collectives import all_reduce_sum
 from megatron_stppo.parallel.groups import MeshRank
 from megatron_stppo.training.update.actor_step import ActorLoss, minibatch_weights
 from megatron_stppo.training.update.critic_step import value_loss
-from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, VALUE, VALUE_BIAS, ModelShape
+from megatron_stppo.weights.sharding.hf_names import EMBEDDING, HEAD, VALUE, VALUE_BIAS, Head, ModelShape
 from megatron_stppo.weights.sharding.low_rank import A, B, adapter_shapes, fill
 from megatron_stppo.weights.sharding.spans import training_spans
 from megatron_stppo.weights.sharding.tiles import PADDING, Span, Spans
@@ -249,14 +249,8 @@ def main_gradient(parameter: torch.nn.Parameter) -> Tensor:
 def _trained_spans(trial: Trial, rank: int) -> Spans:
     """Return the spans of the parameters of a rank that the configuration trains."""
     config, shape, layout, is_critic = trial.config, trial.shape, trial.mesh.layout, trial.role == "critic"
-    spans = training_spans(
-        shape,
-        layout,
-        rank,
-        spec=layer_spec(config),
-        head="value" if is_critic else "vocabulary",
-        tied_copy=True,
-    )
+    head: Head = "value" if is_critic else "vocabulary"
+    spans = training_spans(shape, layout, rank, spec=layer_spec(config), head=head, tied_copy=True)
     if config.model.lora.rank:
         heads = {n: of for n, of in spans.items() if of[0].hf_key in (VALUE, VALUE_BIAS)}
         return {**heads, **build.adapters_of_rank(shape, config, layout, rank)}

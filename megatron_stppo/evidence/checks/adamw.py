@@ -90,7 +90,6 @@ def gradient_of(master: Tensor) -> Tensor:
 
 def adam(stage: Stage) -> Iterator[Checked]:
     """Compare two steps of actor and critic with AdamW in float64. Collective."""
-    stage.rollouts.load_for("score")  # the engine releases its memory
     for role in roles(stage.config):
         yield compared(role, stage.config, stage.learner.shape, stage.learner.mesh)
 

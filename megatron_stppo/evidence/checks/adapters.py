@@ -28,7 +28,6 @@ def added(stage: Stage) -> Iterator[Checked]:
     if not stage.config.model.lora.rank or layer_spec(stage.config) == "transformer_engine":
         yield Checked(ADDED, "skipped", "there are none, or in layers that also normalise their input")
         return
-    stage.rollouts.load_for("score")
     yield finding(stage.learner)
 
 

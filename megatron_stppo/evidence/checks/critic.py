@@ -71,7 +71,6 @@ def critic(stage: Stage) -> Iterator[Checked]:
     algorithm = steady(stage.config.algorithm).changed(routing_replay="off")
     config = stage.config.changed(algorithm=algorithm, update={"epochs": 1})
     learner = replace(stage.learner, config=config)
-    stage.rollouts.load_for("score")
     yield begins(learner)
     with _still(stage.learner.critic, learner.mesh.is_last_stage) as steps:
         scored, whole = _scored(learner, stage.learner.critic, stage.played)

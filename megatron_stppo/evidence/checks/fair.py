@@ -17,7 +17,7 @@ from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments import choose, search
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.environments.retrieval import Document
-from megatron_stppo.evidence.bench.stage import Checked, Stage, judged
+from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, judged
 from megatron_stppo.evidence.checks.tokens import FAR
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.rollout.episodes.check_environment import check, rewards
@@ -49,12 +49,8 @@ def fair(stage: Stage) -> Iterator[Checked]:
     broken, wrong, count = decode(broadcast_bytes(said, 0), tuple[list[str], list[str], int])
     slow = [line for line in broken if "blocked the event loop" in line]
     faults = [line for line in broken if line not in slow]
-    yield judged(
-        CONTRACT,
-        not faults,
-        faults[0] if faults else slow[0] if slow else f"{count} episodes",
-        "environment.kind: `megatron-stppo check-environment` shows all problems",
-    )
+    remedy = "environment.kind: `megatron-stppo check-environment` shows all problems"
+    yield faultless(CONTRACT, faults, slow[0] if slow else f"{count} episodes", remedy)
     yield judged(
         FAIR,
         not wrong,

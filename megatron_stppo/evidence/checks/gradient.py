@@ -61,6 +61,13 @@ class Slope:
     gradient: float
     measured: float
     error: float  # estimated, of `measured`
+    where: str = ""  # such as "actor, attention, first layer"
+    along: str = "gradient"  # or "random"
+
+    def __str__(self) -> str:
+        direction = "its gradient" if self.along == "gradient" else "a random direction"
+        measured = f"{self.measured:.4g} +- {self.error:.1g}"
+        return f"{self.where}: slope along {direction} {measured}, by the gradient {self.gradient:.4g}"
 
     @property
     def size(self) -> float:
@@ -141,7 +148,6 @@ class Direction:
 GRADIENT = "the gradient is right"
 # A step with this learning rate changes no weight, and the gradients after it are those of the loss.
 STILL = {"lr": 0.0, "weight_decay": 0.0, "grad_clip": 1e30, "distributed": False}
-NONE = Slope(0.0, 0.0, 0.0)  # along the gradient of a part that has none
 LEAST = 0.3  # share of the slopes along gradients that must be judged
 REMEDY = (
     "model.layers, model.recompute, megatron, parallel: find the field with which this part's gradient is "
@@ -149,24 +155,8 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True)
-class Judged:
-    """The slope of the objective of a model along a direction in one of its parts."""
-
-    where: str  # such as "actor, attention, first layer"
-    along: str  # "gradient" or "random"
-    slope: Slope
-
-    def __str__(self) -> str:
-        s = self.slope
-        direction = "its gradient" if self.along == "gradient" else "a random direction"
-        measured = f"{s.measured:.4g} +- {s.error:.1g}"
-        return f"{self.where}: slope along {direction} {measured}, by the gradient {s.gradient:.4g}"
-
-
 def gradient(stage: Stage) -> Iterator[Checked]:
     """Compare the gradients of actor and critic with finite differences. Collective."""
-    stage.rollouts.load_for("score")  # the engine releases its memory
     if layer_spec(stage.config) == "transformer_engine":
         said = (
             "finite differences need float32, which TransformerEngine's attention lacks; model.layers=local"
@@ -182,32 +172,32 @@ def roles(config: Config) -> tuple[build.Role, ...]:
     return ("actor", "critic") if config.needs_critic else ("actor",)
 
 
-def finding(role: build.Role, judged: list[Judged]) -> Checked:
+def finding(role: build.Role, slopes: list[Slope]) -> Checked:
     """Return the line of one model."""
-    check, resolved = f"{GRADIENT}: {role}", [part for part in judged if part.slope.judged]
-    along, every = (Counter(part.along for part in parts) for parts in (resolved, judged))
+    check, resolved = f"{GRADIENT}: {role}", [slope for slope in slopes if slope.judged]
+    along, every = (Counter(slope.along for slope in of) for of in (resolved, slopes))
     counts = (
         f"judged {along['gradient']} of {every['gradient']} slopes along gradients, {along['random']} of "
         f"{every['random']} along random directions"
     )
-    if bare := [part.where for part in judged if part.slope is NONE]:
+    if bare := [slope.where for slope in slopes if slope.along == "gradient" and not slope.size]:
         return Checked(check, "fails", f"no gradient: {'; '.join(bare)}", REMEDY)
-    if wrong := [part for part in resolved if not part.slope.holds]:
-        worst = max(wrong, key=lambda part: part.slope.used)
+    if wrong := [slope for slope in resolved if not slope.holds]:
+        worst = max(wrong, key=lambda slope: slope.used)
         return Checked(check, "fails", f"{len(wrong)} of {len(resolved)} slopes differ; {worst}", REMEDY)
     if not every["gradient"] or along["gradient"] < LEAST * every["gradient"]:
         return Checked(check, "skipped", f"finite differences are too coarse: {counts}")
-    largest = max(part.slope.used for part in resolved)
+    largest = max(slope.used for slope in resolved)
     return Checked(check, "ok", f"{counts}; largest difference {largest:.2g} of what is allowed")
 
 
-def slopes(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank) -> list[Judged]:
+def slopes(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank) -> list[Slope]:
     """Return the slopes of all parts of a model, which is built for this. Collective."""
     batch = random_batch(shape.vocab, mesh.data_size, config.run.seed)
     half = batch.tokens // (2 * mesh.data_size) + 1  # two micro-batches on each rank
     trial = Trial.of(role, _still(config, half), shape, mesh, torch.float32)
     f, scale = _objective(trial, batch)
-    counted, judged = Counted.of(trial), []
+    counted, every = Counted.of(trial), list[Slope]()
     for number, part in enumerate(counted.parts):
         pieces = counted.pieces(part)
         g = [x.clone() for x in counted.views(pieces, main_gradient)]
@@ -218,9 +208,9 @@ def slopes(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank) 
             elif part.startswith("experts"):  # they may have no token
                 continue
             else:
-                slope = NONE
-            judged.append(Judged(f"{role}, {part}", along, slope))
-    return judged
+                slope = Slope(0.0, 0.0, 0.0)
+            every.append(replace(slope, where=f"{role}, {part}", along=along))
+    return every
 
 
 def _still(config: Config, budget: int) -> Config:

@@ -48,7 +48,6 @@ LOOSE = 5.0  # a target of the KL that lets the rate rise
 
 def loss(stage: Stage) -> Iterator[Checked]:
     """Compare the steps of an iteration with the definition. Collective."""
-    stage.rollouts.load_for("score")  # the engine releases its memory
     yield finding(stage.config, stage.learner.shape, stage.learner.mesh, stage.own.loss)
 
 

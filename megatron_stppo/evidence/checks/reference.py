@@ -43,7 +43,6 @@ def first_ratio(stage: Stage) -> Iterator[Checked]:
     """Score the episodes, and compute the steps of the first epoch without taking them. Collective."""
     config, actor = stage.config, stage.actor
     scoring = config.changed(update={"old_logprob": "score"}, algorithm={"old_policy": "score"})
-    stage.rollouts.load_for("score")
     scored = score(replace(stage.learner, config=scoring), _unscored(stage))
     batch = UpdatedBatch.of(scored, advantage_T=stage.random_T(0))
     stage.rollouts.load_for("update")
@@ -77,7 +76,6 @@ def reference(stage: Stage) -> Iterator[Checked]:
         yield from (Checked(check, "skipped", "there is no reference") for check in (BEGINS, STAYS))
         return
     config, learner, rollouts, actor = stage.config, _actor_alone(stage), stage.rollouts, stage.actor
-    rollouts.load_for("score")
     policy_T, reference_T, scored = _logprobs(stage, learner)
     folder = config.model.reference_path
     if folder is not None:

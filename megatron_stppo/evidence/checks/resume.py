@@ -58,15 +58,6 @@ BEGIN = 4  # tokens
 
 
 @dataclass(frozen=True)
-class Iterated:
-    """An iteration: its episodes, its metrics, and the models after it."""
-
-    played: Played
-    row: dict[str, float]
-    after: Snapshot
-
-
-@dataclass(frozen=True)
 class Snapshot:
     """All that an update reads and changes on a rank, on the host."""
 
@@ -121,11 +112,11 @@ def resume(stage: Stage) -> Iterator[Checked]:
     checkpoints.save(start, keeps)
     checkpoints.saver.finish()
     rollouts.publish(start)
-    first = _iterate(stage)
+    played, row, after = _iterate(stage)
     rollouts.load_for("checkpoint")
     del checkpoints  # they hold the models
     stage.settle()  # the loop serves an older version
-    looped = Looped(stage, start, saved, first)
+    looped = Looped(stage, start, saved, played, row, after)
     looped.run()
     rollouts.learner = replace(stage.learner, config=config)
     of_loop = of_every_rank(list(looped.wrong()))
@@ -136,7 +127,7 @@ def resume(stage: Stage) -> Iterator[Checked]:
     on_gpu = torch.cuda.is_available()
     evaluated = f", {len(looped.evaluated.every)} episodes evaluated" if looped.evaluated else ""
     equal = f"the update within {NEAR:.0%}" if on_gpu else "and the iteration after it, with the same bits"
-    text = f"{len(first.played.every)} episodes; {fresh} loaded the checkpoint, {equal}"
+    text = f"{len(played.every)} episodes; {fresh} loaded the checkpoint, {equal}"
     remedy = "run.root, parallel, megatron: report this line; a resumed run is not the run that was saved"
     yield faultless(RESUME, wrong, text, remedy, shown=6)
     text = f"versions {looped.versions}; an iteration without a signal{evaluated}"
@@ -160,10 +151,10 @@ def _small(config: Config, data: int) -> Config:
     )
 
 
-def _iterate(stage: Stage) -> Iterated:
-    """Run an iteration by its stages, with rewards that differ."""
-    rollouts, iteration, own = stage.rollouts, stage.version, stage.own
-    learner = stage.learner
+def _iterate(stage: Stage) -> tuple[Played, dict[str, float], Snapshot]:
+    """Run an iteration by its stages, with rewards that differ. Return episodes, metrics, and the models
+    after it."""
+    rollouts, iteration, own, learner = stage.rollouts, stage.version, stage.own, stage.learner
     drawn = _draw(stage, iteration)
     used = rewarded(drawn, _rewards(drawn, iteration))
     rollouts.load_for("score")
@@ -176,7 +167,7 @@ def _iterate(stage: Stage) -> Iterated:
     rollouts.load_for("checkpoint")
     after = Snapshot.of(learner)
     stage.publish()
-    return Iterated(drawn, row, after)
+    return drawn, row, after
 
 
 class Ended(Exception):
@@ -190,7 +181,9 @@ class Looped:
     stage: Stage
     start: int  # the iteration of the checkpoint
     saved: Snapshot
-    first: Iterated
+    played: Played  # in the iteration after it, by its stages
+    row: dict[str, float]
+    after: Snapshot
     resumed: list[str] = field(default_factory=list)  # what differs after the resume
     versions: list[int] = field(default_factory=list)  # that are published
     weights: list[list[Tensor]] = field(default_factory=list)  # the actor's, at the last two of them
@@ -228,8 +221,8 @@ class Looped:
         else:
             used, on_gpu = _draw(self.stage, iteration), torch.cuda.is_available()
             goes_on = not isinstance(self.stage.rollouts, Worker)  # the next batch of the replicas
-            self.resumed += [] if goes_on else _drawn(self.first.played, used, on_gpu)
-            used = self.first.played if on_gpu or goes_on else used
+            self.resumed += [] if goes_on else _drawn(self.played, used, on_gpu)
+            used = self.played if on_gpu or goes_on else used
             rewards = _rewards(used, iteration)
         self.trained.append(rewarded(used, rewards))
         return self.trained[-1]
@@ -240,7 +233,7 @@ class Looped:
         if not self.versions:
             self.resumed += self.saved.differences(now)
         elif len(self.versions) == 1:
-            self.resumed += self.first.after.differences(now, self.saved if on_gpu else None)
+            self.resumed += self.after.differences(now, self.saved if on_gpu else None)
         self.versions.append(version)
         self.weights = [*self.weights[-1:], now.tensors["actor: weights"]]
         self.stage.rollouts.publish(version)
@@ -279,7 +272,7 @@ class Looped:
             yield f"rows of the iterations {[row['iteration'] for row in rows]}, not {needed[1:]}"
             return
         if not self.resumed:
-            known = {k: v for k, v in self.first.row.items() if k in GPU or not torch.cuda.is_available()}
+            known = {k: v for k, v in self.row.items() if k in GPU or not torch.cuda.is_available()}
             yield from _unlike(rows[0], known, NEAR if torch.cuda.is_available() else 0.0)
         still, held = all(map(torch.equal, *self.weights)), rows[1].get("actor/held") == 1
         if not signal and not (still and held):

@@ -31,7 +31,6 @@ Conversation = list[dict[str, Any]]
 
 def exact(stage: Stage) -> Iterator[Checked]:
     """Compare the tokens of the episodes, and of scripted ones. Collective."""
-    stage.rollouts.load_for("score")
     agreement = stage.agreement(stage.episodes)
     yield judged(
         TOKENS,

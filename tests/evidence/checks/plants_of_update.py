@@ -19,13 +19,12 @@ def module(name: str) -> Any:
 
 def critic_mean_of_microbatch(patch: Patch) -> None:  # verl #6957
     critic = module("training.update.critic_step")
-    real = critic._loss
+    real = critic.weighted_sum
 
-    def loss(value_T, microbatch, batch, weight_T, value_clip):
-        own = weight_T[microbatch.rows_T].sum().clamp(min=1e-9)
-        return real(value_T, microbatch, batch, weight_T / own, value_clip)
+    def mean(loss_T, weight_T):
+        return real(loss_T, weight_T / weight_T.sum().clamp(min=1e-9))
 
-    patch.setattr(critic, "_loss", loss)
+    patch.setattr(critic, "weighted_sum", mean)
 
 
 def actor_mean_of_microbatch(patch: Patch) -> None:  # open-instruct #1161, transformers #34191

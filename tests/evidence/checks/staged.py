@@ -81,6 +81,7 @@ def findings(
             if again:
                 stage.rollouts.publish(stage.version)  # so that the engine is awake
             planted = replace(stage) if again else stage
+            planted.rollouts.load_for("score")
             yield from (f"{one.check}: {one.measured}" for one in check(planted) if one.verdict == "fails")
             stage.version = planted.version
 
