@@ -7,9 +7,11 @@ them to the run's folder: those of an episode are there before the trainer can g
 import inspect
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +112,15 @@ def recorded(make: Callable[[], AnyEnvironment], note: Callable[[Said], object])
     return environment if agent else RecordedEnvironment(environment, note)
 
 
-def asked_of(request: EngineCoreRequest) -> Asked:
-    return request.sampling_params, request.lora_request is not None
+def watch(engine: Engine, note: Callable[[Asked], object]) -> None:
+    """Let `note` get the requests of an engine where vLLM gets them, so that nothing comes after."""
+    core, ask = engine._core, engine._core.add_request
+
+    def add_request(request: EngineCoreRequest) -> None:
+        note((request.sampling_params, request.lora_request is not None))
+        ask(request)
+
+    core.add_request = add_request
 
 
 @dataclass
@@ -124,21 +133,17 @@ class Recordings:
     run: Path  # the run's folder
     said: dict[int, Said] = field(default_factory=dict)
     _ends: dict[Path, int] = field(default_factory=dict)  # of what was read
+    _kept: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # not read yet
 
-    def note(self, said: Said) -> None:
-        self.said[said.seed] = said
+    def keep(self, kind: str, record: object) -> None:
+        """Keep a record of this process, of colocated episodes: "asked" or "said"."""
+        self._kept[kind].append(msgspec.json.encode(record).decode())
 
     def building(self, build: Callable[[], Engine]) -> Engine:
         """Build the engine of a replica, whose requests are written from now on."""
         engine = build()
-        core, ask = engine._core, engine._core.add_request
-
-        def add_request(request: EngineCoreRequest) -> None:
-            self._write("asked", asked_of(request))
-            ask(request)
-
         if process.rank() == 0:  # the ranks of a replica get the same requests
-            core.add_request = add_request
+            watch(engine, partial(self._write, "asked"))
         return engine
 
     def opening(self, opens: Open, config: Config, resume: bool) -> Callable[[], AnyEnvironment]:
@@ -146,7 +151,7 @@ class Recordings:
         return partial(recorded, opens(config, resume), partial(self._write, "said"))
 
     def read(self) -> tuple[list[Asked], list[Said]]:
-        """Return what replicas have written since the last call, and note what was said. Collective.
+        """Return what was recorded since the last call, and note what was said. Collective.
 
         An episode is there once for each answer of its environment.
         """
@@ -162,10 +167,10 @@ class Recordings:
             file.write(msgspec.json.encode(record) + b"\n")
 
     def _lines(self, kind: str) -> Iterator[str]:
-        new = list[str]()
+        new = self._kept.pop(kind, [])
         for path in sorted((self.run / FOLDER).glob(f"{kind}-*")) if process.rank() == 0 else ():
             content = path.read_bytes()[self._ends.get(path, 0) :]
             *lines, rest = content.split(b"\n")  # the rest is being written
             self._ends[path] = self._ends.get(path, 0) + len(content) - len(rest)
             new += [line.decode() for line in lines]
-        yield from gather_records(new, str)[0]
+        yield from chain(*gather_records(new, str))

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_stppo.base.types import EstimatedBatch, Minibatch, Task, Trajectory
@@ -15,7 +16,7 @@ from megatron_stppo.config import AlgorithmConfig, Config
 from megatron_stppo.data.exchange import Played
 from megatron_stppo.data.packing import to_batch
 from megatron_stppo.evidence.bench import scoring
-from megatron_stppo.evidence.bench.records import Recordings, Said, recorded
+from megatron_stppo.evidence.bench.records import Recordings, Said, recorded, watch
 from megatron_stppo.evidence.bench.scoring import Piece, Resemblance, Scored
 from megatron_stppo.model.learner import Learner
 from megatron_stppo.model.optimizer import Trainer, trained
@@ -149,12 +150,13 @@ class Stage:
         self.records = Recordings(self.config.run.folder)
         with ExitStack() as stack:
             if isinstance(self.rollouts, Worker):
-                make = partial(recorded, self.rollouts.make_environment, self.records.note)
-                stack.enter_context(replaced(self.rollouts, "make_environment", make))
+                rollouts, keep = self.rollouts, self.records.keep
+                make = partial(recorded, rollouts.make_environment, partial(keep, "said"))
+                stack.enter_context(replaced(rollouts, "make_environment", make))
+                if dist.get_rank(rollouts.engine.group) == 0:  # its other ranks get the same requests
+                    watch(rollouts.engine, partial(keep, "asked"))
             self.played = self.play()  # the rewards are those of the recorder
         self.records.read()
-        for of_rank in gather_records(list(self.records.said.values()), Said):
-            self.records.said |= {said.seed: said for said in of_rank}
         self.episodes = everywhere(self.played)
         self.rollouts.load_for("score")
         learner = self.learner

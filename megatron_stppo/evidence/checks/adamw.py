@@ -13,6 +13,7 @@ steps are scaled as a correction or algorithm.rate does: the gradient before it 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -162,22 +163,16 @@ def tensors(trainer: Trainer, counted: Counted) -> list[OptimizerTensor]:
 def _pairs(wrapped: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
     """Yield (the model's parameter, the optimizer's, where it begins) of one of megatron's optimizers."""
     if isinstance(wrapped, DistributedOptimizer):
-        models = (wrapped.model_float16_groups, wrapped.model_fp32_groups)
-        masters = (wrapped.shard_fp32_from_float16_groups, wrapped.shard_fp32_groups)
-        for model, master in _zipped(models, masters):
+        models = chain(*wrapped.model_float16_groups, *wrapped.model_fp32_groups)
+        masters = chain(*wrapped.shard_fp32_from_float16_groups, *wrapped.shard_fp32_groups)
+        for model, master in zip(models, masters, strict=True):
             yield model, master, wrapped._get_model_param_range_map(model)["param"].start
     elif isinstance(wrapped, Float16OptimizerWithFloat16Params):
-        models = (wrapped.float16_groups, wrapped.fp32_from_fp32_groups)
-        masters = (wrapped.fp32_from_float16_groups, wrapped.fp32_from_fp32_groups)
-        yield from ((*pair, 0) for pair in _zipped(models, masters))
+        models = chain(*wrapped.float16_groups, *wrapped.fp32_from_fp32_groups)
+        masters = chain(*wrapped.fp32_from_float16_groups, *wrapped.fp32_from_fp32_groups)
+        yield from ((*pair, 0) for pair in zip(models, masters, strict=True))
     else:
         yield from ((x, x, 0) for group in wrapped.optimizer.param_groups for x in group["params"])
-
-
-def _zipped(models: Sequence[Any], masters: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
-    for of_models, of_masters in zip(models, masters, strict=True):
-        for group, of_master in zip(of_models, of_masters, strict=True):
-            yield from zip(group, of_master, strict=True)
 
 
 def _compute(trial: Trial, batch: EstimatedBatch) -> None:

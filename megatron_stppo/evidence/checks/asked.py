@@ -1,13 +1,13 @@
 """Checks what the engine is asked for: the requests of two draws of training and of an evaluation.
 
-A request is recorded where vLLM gets it. Every field of its sampling parameters is compared, also those that
-no field of the configuration names: they must be vLLM's defaults.
+A request is recorded where vLLM gets it (bench/records.py). Every field of its sampling parameters is
+compared, also those that no field of the configuration names: they must be vLLM's defaults.
 
 The tasks of the draws must be the next ones of the run's cursor, whose epochs must have each task once, in
 orders that depend on epoch and seed. With rollout.resample, the rewards of every second group are made equal,
 so that others take their places.
 
-Replicas record their requests (bench/records.py). Their batches are compared with what environments said.
+The batches of replicas are compared with what environments said.
 """
 
 import math
@@ -18,9 +18,7 @@ from functools import partial
 from itertools import product
 from typing import Any, Literal, get_args
 
-import torch.distributed as dist
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
 
 from megatron_stppo.base.types import FAILED, Message, Outcome, Task
 from megatron_stppo.config import Config
@@ -30,7 +28,7 @@ from megatron_stppo.data.tasks import TaskCursor
 from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
-from megatron_stppo.evidence.bench.records import Asked, asked_of
+from megatron_stppo.evidence.bench.records import Asked
 from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, of_every_rank, replaced
 from megatron_stppo.evidence.checks.rewards import rewarded
 from megatron_stppo.evidence.checks.tokens import FAR
@@ -72,20 +70,18 @@ def asked(stage: Stage) -> Iterator[Checked]:
     changed = config.changed(rollout=few, evaluate={"samples": SAMPLES})
     rollouts.learner = replace(learner, config=changed)
     play = rollouts._play
+    stage.records.read()
     with replaced(rollouts, "_play", lambda *given, **more: _half_equal(play(*given, **more))):
-        draws = [_recorded(rollouts, partial(rollouts.draw, n)) for n in range(DRAWS)]
+        draws = [rollouts.draw(n) for n in range(DRAWS)]
+    drawn, _ = stage.records.read()
     rollouts.restore(before)
-    unlike = list(wrong_draws(rollouts.cursor, [played for played, _ in draws], count, resample))
+    unlike = list(wrong_draws(rollouts.cursor, draws, count, resample))
     rollouts.restore(before)
     yield _in_turn(config, rollouts.cursor, unlike)
-    evaluated: tuple[Played | None, list[Asked]] = (None, [])
-    if config.data.evaluate is not None:
-        evaluated = _recorded(rollouts, lambda: _evaluation(rollouts, count))
-    drawn = [request for _, requests in draws for request in requests]
-    yield _requests(stage, drawn, evaluated[1])
+    evaluated = _evaluation(rollouts, count).own if config.data.evaluate is not None else []
+    yield _requests(stage, drawn, stage.records.read()[0])
     rollouts.learner = learner
-    trained = [t.task for played, _ in draws for t in played.own]
-    yield _places(config, trained, [t.task for t in evaluated[0].own] if evaluated[0] else [])
+    yield _places(config, [t.task for played in draws for t in played.own], [t.task for t in evaluated])
 
 
 def _of_replicas(stage: Stage) -> Iterator[Checked]:
@@ -165,11 +161,11 @@ def _requests(
 ) -> Checked:
     wrong, counts = list(wrong), list[int]()
     for what, requests in (("training", drawn), ("an evaluation", evaluated)):
-        seeds = _seeds(stage.rollouts, requests)
+        seeds = [_sampling(request).seed for request in requests]
         counts.append(len(seeds))
         if len(set(seeds)) < len(seeds):
             wrong.append(f"{what}: {len(seeds)} requests have {len(set(seeds))} different seeds")
-        wrong += of_every_rank(list(wrong_requests(stage, requests, what)))
+        wrong += dict.fromkeys(wrong_requests(stage, requests, what))
     text = f"{counts[0]} requests of {DRAWS} draws, {counts[1]} of an evaluation"
     return faultless(ASKED, wrong, text, REMEDY, shown=3)
 
@@ -242,19 +238,6 @@ def _in_turn(config: Config, cursor: TaskCursor, wrong: Sequence[str]) -> Checke
     return faultless(DRAWN, of_every_rank(wrong), f"epochs of {count} tasks", REMEDY, shown=3)
 
 
-def _recorded(rollouts: Worker, play: Callable[[], Played]) -> tuple[Played, list[Asked]]:
-    """Return what was played, and the requests of this rank's engine. Collective."""
-    core, requests = rollouts.engine._core, list[Asked]()
-    ask = core.add_request  # vLLM's, so that nothing comes after
-
-    def recorded(request: EngineCoreRequest) -> None:
-        requests.append(asked_of(request))
-        ask(request)
-
-    with replaced(core, "add_request", recorded):
-        return play(), requests
-
-
 def _evaluation(rollouts: Rollouts, count: int) -> Played:
     """Evaluate `count` held-out tasks, and return what was played."""
     plays, play = list[Played](), rollouts.play
@@ -269,16 +252,8 @@ def _evaluation(rollouts: Rollouts, count: int) -> Played:
     return plays[0]
 
 
-def _seeds(rollouts: Rollouts, requests: Sequence[Asked]) -> list[int]:
-    """Return the seeds of the requests of all engines. Collective."""
-    # the ranks of an engine get the same requests, and all ranks read those of replicas
-    group = rollouts.engine.group if isinstance(rollouts, Worker) else None
-    seeds = [_sampling(request).seed or 0 for request in requests if dist.get_rank(group) == 0]
-    return [seed for of_rank in gather_records(seeds, int) for seed in of_rank]
-
-
 def wrong_requests(stage: Stage, requests: Sequence[Asked], what: str) -> Iterator[str]:
-    """Yield what the requests of this engine have that is not configured."""
+    """Yield what the requests have that is not configured."""
     config, ends = stage.learner.config, list(stage.ends)
     r, trains = config.rollout, what == "training"
     temperature, top_p = (r.temperature, r.top_p) if trains else (config.evaluate.temperature, 1.0)

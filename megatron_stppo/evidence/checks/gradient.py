@@ -24,6 +24,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -223,26 +225,26 @@ def _still(config: Config, budget: int) -> Config:
 @torch.no_grad()
 def _objective(trial: Trial, batch: UpdatedBatch) -> tuple[Callable[[], float], float]:
     """Compute the gradient by a step. Return the loss as a function of the model's weights, and its scale."""
-    trainer, packer = trial.trainer, trial.packer
+    trainer, packer, is_critic = trial.trainer, trial.packer, trial.role == "critic"
     every = packer.whole(batch)
     packed = packer.pack(batch, every)
-    if trial.role == "critic":
-        with torch.enable_grad():
-            critic_step(trainer, batch, every, trial.config.algorithm.value_clip, packer)
-        of_value = trial.value_loss(batch, every)
-
-        def of_critic() -> float:
-            records = forward_backward(trainer.model, packed, of_value, trains=False)
-            return float(total(records, 1, trial.mesh))
-
-        return of_critic, 1.0
-    own_T = logprobs(trainer.model, trial.head, batch, packer, [every])
-    loss = trial.actor_loss(replace(batch, old_logprob_T=own_T + batch.old_logprob_T), every)
+    loss: Any
+    step: Callable[[], object]
+    if is_critic:
+        loss, scale = trial.value_loss(batch, every), 1.0
+        step = partial(critic_step, trainer, batch, every, trial.config.algorithm.value_clip, packer)
+    else:
+        own_T = logprobs(trainer.model, trial.head, batch, packer, [every])
+        loss = trial.actor_loss(replace(batch, old_logprob_T=own_T + batch.old_logprob_T), every)
+        scale = float((loss.weight_T * batch.advantage_T).abs().sum())
+        step = partial(actor_step, trainer, loss, every, packer, hold=True)
     with torch.enable_grad():
-        actor_step(trainer, loss, every, packer, hold=True)
+        step()
 
     def f() -> float:
-        records = forward_backward(trainer.model, packed, loss, trains=False)
+        records: Any = forward_backward(trainer.model, packed, loss, trains=False)
+        if is_critic:
+            return float(total(records, 1, trial.mesh))
         return -float(total([record.sums for record in records], len(SUMS), trial.mesh)[0])
 
-    return f, float((loss.weight_T * batch.advantage_T).abs().sum())
+    return f, scale

@@ -276,19 +276,15 @@ class Iteration:
     def _distribution(self, seen: Tensor, minibatch: Minibatch) -> Iterator[str]:
         """Yield which log-probs, entropies and sums of p^2 are not those of the logits. Collective."""
         packed, exact = self.trial.packer.pack(self.batch, minibatch), torch.zeros_like(seen[:3])
-
-        def of_logits(hidden: Tensor, part: Microbatch) -> tuple[Tensor, Tensor]:
-            return hidden.new_zeros(()), self._statistics(hidden, part)
-
-        records = forward_backward(self.trial.trainer.model, packed, of_logits, trains=False)
+        records = forward_backward(self.trial.trainer.model, packed, self._statistics, trains=False)
         for part, record in zip(packed, records, strict=False):
             exact[:, part.rows_T] = record.cpu()
         far = ROUNDED[process.dtype(self.trial.config)]
         for name, found, needed in zip(COLUMNS, seen, self._reduced(exact), strict=False):
             yield from apart(name, found, needed, far)
 
-    def _statistics(self, hidden: Tensor, part: Microbatch) -> Tensor:
-        """Return log-prob, entropy and sum of p^2 of each token, in float64 from the model's logits."""
+    def _statistics(self, hidden: Tensor, part: Microbatch) -> tuple[Tensor, Tensor]:
+        """Return 0, and log-prob, entropy and sum of p^2 of each token in float64 from the model's logits."""
         head, mesh = self.trial.head, self.trial.mesh
         assert head.weight is not None
         factors = (hidden.float(), head.weight.float()) if head.float32_logits else (hidden, head.weight)
@@ -299,7 +295,7 @@ class Iteration:
         log_p = (logits / self.trial.config.rollout.temperature).log_softmax(1)
         p = log_p.exp()
         own = log_p.gather(1, part.target_T[:, None])[:, 0]
-        return torch.stack([own, -(p * log_p).sum(1), p.square().sum(1)])
+        return hidden.new_zeros(()), torch.stack([own, -(p * log_p).sum(1), p.square().sum(1)])
 
     def _reduced(self, rows: Tensor) -> Tensor:
         """Add up the rows of the ranks, each of which has some tokens, in place."""
