@@ -252,12 +252,10 @@ def capped_kl(s: Sample, c: Tensor) -> float:
     return float(kl.clamp(max=1).mean()) if len(kl) else 0.0
 
 
-def value_error(value: float, old: float, target: float, clip: float) -> tuple[float, float]:
-    """Return 1/2 max((V - R)^2, (clip(V, V_old +- clip) - R)^2), and its derivative by V.
+def value_error(value: Tensor, old: Tensor, target: Tensor, clip: float) -> Tensor:
+    """Return 1/2 max((V - R)^2, (clip(V, V_old +- clip) - R)^2) of each token.
 
-    Example: V=1, V_old=0, R=1, clip=0.5: the clipped value 0.5 is farther from R, so 0.125 and 0.
+    Example: V=1, V_old=0, R=1, clip=0.5: the clipped value 0.5 is farther from R, so 0.125.
     """
-    near = min(max(value, old - clip), old + clip)
-    if (near - target) ** 2 > (value - target) ** 2:
-        return (near - target) ** 2 / 2, 0.0
-    return (value - target) ** 2 / 2, value - target
+    near = torch.minimum(torch.maximum(value, old - clip), old + clip)
+    return torch.maximum((value - target) ** 2, (near - target) ** 2) / 2

@@ -53,7 +53,6 @@ class OptimizerTensor:
     first: int  # number of the parameter where the copy begins
     copies: float  # ranks that hold the same numbers
     decays: bool
-    epsilon: float = 0.0
     at: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # sampled numbers
     want: Tensor = field(default_factory=lambda: torch.zeros(0))  # float64, what they must be
     mean: Tensor = field(default_factory=lambda: torch.zeros(0))  # of the gradients
@@ -71,13 +70,13 @@ class OptimizerTensor:
     def now(self) -> Tensor:
         return self.master.detach().flatten()[self.at].double()
 
-    def step(self, number: int, rate: float, factor: float, trainer: Trainer) -> None:
+    def step(self, number: int, rate: float, factor: float, epsilon: float, trainer: Trainer) -> None:
         """Take step `number`, from 1. factor: of the gradient."""
         g = gradient_of(self.master).flatten()[self.at].double() * factor
         beta1, beta2 = trainer.settings.betas
         self.mean = beta1 * self.mean + (1 - beta1) * g
         self.square = beta2 * self.square + (1 - beta2) * g**2
-        size = (self.square / (1 - beta2**number)).sqrt() + self.epsilon
+        size = (self.square / (1 - beta2**number)).sqrt() + epsilon
         decay = trainer.settings.weight_decay if self.decays else 0.0
         decayed = self.want * (1 - rate * decay)
         self.want = decayed - rate * self.mean / (1 - beta1**number) / size
@@ -112,7 +111,7 @@ def compared(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank
     missing = _missing(held, counted)
     if abs(missing) > 0.5:
         problems.append(f"{missing:,.0f} of the numbers that are trained are not the optimizer's")
-    bound = 0.0
+    bound = epsilon = 0.0
     for number, (scale, of_rate) in enumerate(SCALES, 1):
         _compute(trial, batch)
         norm, own = trainer.reduce(), norm_of(held)
@@ -120,12 +119,12 @@ def compared(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank
             problems.append(f"the norm that clips is {norm:.6g}, that of all gradients {own:.6g}")
         if number == 1:
             bound = BOUND * own
-            _begin(trainer, held, bound)
+            epsilon = _begin(trainer, held, bound)
         start = [tensor.want.clone() for tensor in held]
         rate = RATE * min(warmup, number) * of_rate
         factor = min(scale, bound / own)  # first scaled, then clipped
         for tensor in held:
-            tensor.step(number, rate, factor, trainer)
+            tensor.step(number, rate, factor, epsilon, trainer)
         trainer.step(norm, scale, of_rate)
         problems += _differences(held, start, number)
     problems += _unequal(counted, mesh)
@@ -135,15 +134,15 @@ def compared(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank
     return judged(f"{OPTIMIZER}: {role}", not every, text, REMEDY.format(role))
 
 
-def _begin(trainer: Trainer, held: Sequence[OptimizerTensor], bound: float) -> None:
-    """Set the bound of the norm and epsilon, and choose the numbers that are compared."""
+def _begin(trainer: Trainer, held: Sequence[OptimizerTensor], bound: float) -> float:
+    """Set the bound of the norm and epsilon, which is returned, and choose the numbers that are compared."""
     total = float(all_reduce_sum(torch.tensor(sum(tensor.master.numel() / tensor.copies for tensor in held))))
-    trainer.settings = trainer.settings.changed(grad_clip=bound)
+    trainer.settings, epsilon = trainer.settings.changed(grad_clip=bound), EPSILON * bound / total**0.5
     for group in trainer.optimizer.param_groups:
-        group["eps"] = EPSILON * bound / total**0.5
+        group["eps"] = epsilon
     for tensor in held:
-        tensor.epsilon = EPSILON * bound / total**0.5
         tensor.begin()
+    return epsilon
 
 
 def tensors(trainer: Trainer, counted: Counted) -> list[OptimizerTensor]:

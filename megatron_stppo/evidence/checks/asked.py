@@ -29,10 +29,9 @@ from megatron_stppo.data.text.plain_text import decode_plain
 from megatron_stppo.environments import choose
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.evidence.bench.records import Asked
-from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, of_every_rank, replaced
+from megatron_stppo.evidence.bench.stage import Checked, Stage, everywhere, faultless, of_every_rank, replaced
 from megatron_stppo.evidence.checks.rewards import rewarded
 from megatron_stppo.evidence.checks.tokens import FAR
-from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.episodes.episode import Episode, Limits
 from megatron_stppo.rollout.episodes.fitting import FittingTasks, fitting_tasks, sample
 from megatron_stppo.rollout.vllm.generation import Finished
@@ -184,8 +183,7 @@ def wrong_draws(cursor: TaskCursor, draws: Sequence[Played], count: int, resampl
         dropped = {summary.group for summary in played.dropped or ()}
         tasks = cursor.take(count)
         needed = [task for n, task in enumerate(tasks) if n not in dropped] + cursor.take(len(dropped))
-        own = [repr(t.task) for t in played.own if not t.branch]
-        drawn = Counter(task for of_rank in gather_records(own, str) for task in of_rank)
+        drawn = Counter(repr(t.task) for t in everywhere(played) if not t.branch)
         if drawn != Counter(map(repr, needed * SAMPLES)):
             yield f"draw {number}: {len(drawn)} tasks, not the {count} that follow, each {SAMPLES} times"
         failed = any(not s.turns or s.outcome in FAILED for s in played.with_dropped)

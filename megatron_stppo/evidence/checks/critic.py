@@ -32,7 +32,6 @@ from megatron_stppo.evidence.bench.stage import (
     Checked,
     Stage,
     faultless,
-    first_wrong,
     judged,
     of_every_rank,
     replaced,
@@ -204,29 +203,28 @@ def _formula(learner: Learner, scored: ScoredBatch, steps: Iterator[int]) -> Che
     planted: dict[str, Any] = {f"value_{axis}": old, f"return_{axis}": target}
     batch = EstimatedBatch.of(scored, advantage_T=advantage_T, **planted)
     valued = with_observations(batch) if a.gae_observations else batch
-    columns = zip(value.tolist(), old.tolist(), target.tolist(), strict=True)
-    errors = [defined_loss.value_error(*numbers, a.value_clip) for numbers in columns]
+    exact = value.double().requires_grad_()
+    errors = defined_loss.value_error(exact, old.double(), target.double(), a.value_clip)
     losses, wrong, ends = list[float](), list[str](), valued.action_offsets.tolist()
     for number, minibatch in enumerate(batch.epochs[0], 1):
-        own = {t for n in minibatch.chosen for t in range(ends[n], ends[n + 1]) if valued.live_T[t]}
-        of_step = [errors[t] if t in own else (0.0, 0.0) for t in range(len(errors))]
-        losses.append(sum(error for error, _ in of_step) / max(1, len(own)))
-        slopes = [slope / max(1, len(own)) for _, slope in of_step]
+        own = [t for n in minibatch.chosen for t in range(ends[n], ends[n + 1]) if valued.live_T[t]]
+        loss = errors[own].sum() / max(1, len(own))
+        losses.append(loss.item())
         found = _slopes(learner, valued, minibatch, value)
-        wrong += first_wrong(f"dL/dV of minibatch {number}", found, slopes, SHARE * max(map(abs, slopes)))
+        wrong += apart(f"dL/dV of minibatch {number}", found, defined_loss.slope(loss, exact), SHARE)
     row, _, _ = update(learner, batch, 0, hold=True)
-    measured, loss = row.get("critic/loss", math.nan), fmean(losses)
-    if not abs(measured - loss) <= SHARE * loss:
-        wrong.append(f"critic/loss is {measured:.6g}, must be {loss:.6g}")
+    measured, mean = row.get("critic/loss", math.nan), fmean(losses)
+    if not abs(measured - mean) <= SHARE * mean:
+        wrong.append(f"critic/loss is {measured:.6g}, must be {mean:.6g}")
     done, due = next(steps), learner.config.update.critic_steps * len(batch.epochs[0])
     if done != due:
         wrong.append(f"{done} steps of the critic in an epoch, must be {due}")
-    text = f"{len(value):,} tokens, critic/loss {measured:.6f} (float64: {loss:.6f})"
+    text = f"{len(value):,} tokens, critic/loss {measured:.6f} (float64: {mean:.6f})"
     remedy = "algorithm.value_clip, update.critic_steps: report this line; a step is not that of the docs"
     return faultless(FORMULA, of_every_rank(wrong), text, remedy, shown=2)
 
 
-def _slopes(learner: Learner, valued: EstimatedBatch, minibatch: Minibatch, value: Tensor) -> list[float]:
+def _slopes(learner: Learner, valued: EstimatedBatch, minibatch: Minibatch, value: Tensor) -> Tensor:
     """Return the derivative of the loss of a step by each value. Collective."""
     of_step = value_loss(valued, minibatch.chosen, learner.config.algorithm.value_clip)
     slope_T = torch.zeros_like(value)
@@ -234,4 +232,4 @@ def _slopes(learner: Learner, valued: EstimatedBatch, minibatch: Minibatch, valu
         value_T = value[microbatch.rows_T].requires_grad_()
         loss, _ = of_step(value_T, microbatch)
         slope_T[microbatch.rows_T] += torch.autograd.grad(loss, value_T)[0]
-    return all_reduce_sum(slope_T, learner.mesh.token_group).tolist()
+    return all_reduce_sum(slope_T, learner.mesh.token_group)

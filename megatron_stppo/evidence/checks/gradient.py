@@ -150,6 +150,7 @@ class Direction:
 GRADIENT = "the gradient is right"
 # A step with this learning rate changes no weight, and the gradients after it are those of the loss.
 STILL = {"lr": 0.0, "weight_decay": 0.0, "grad_clip": 1e30, "distributed": False}
+NO_FLOAT32 = "finite differences need float32, which TransformerEngine's attention lacks; model.layers=local"
 LEAST = 0.3  # share of the slopes along gradients that must be judged
 REMEDY = (
     "model.layers, model.recompute, megatron, parallel: find the field with which this part's gradient is "
@@ -159,13 +160,10 @@ REMEDY = (
 
 def gradient(stage: Stage) -> Iterator[Checked]:
     """Compare the gradients of actor and critic with finite differences. Collective."""
-    if layer_spec(stage.config) == "transformer_engine":
-        said = (
-            "finite differences need float32, which TransformerEngine's attention lacks; model.layers=local"
-        )
-        yield from (Checked(f"{GRADIENT}: {role}", "skipped", said) for role in roles(stage.config))
-        return
     for role in roles(stage.config):
+        if layer_spec(stage.config) == "transformer_engine":
+            yield Checked(f"{GRADIENT}: {role}", "skipped", NO_FLOAT32)
+            continue
         yield finding(role, slopes(role, stage.config, stage.learner.shape, stage.learner.mesh))
 
 

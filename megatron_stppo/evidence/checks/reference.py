@@ -46,18 +46,17 @@ def first_ratio(stage: Stage) -> Iterator[Checked]:
     scored = score(replace(stage.learner, config=scoring), _unscored(stage))
     batch = UpdatedBatch.of(scored, advantage_T=stage.random_T(0))
     stage.rollouts.load_for("update")
-    largest, tokens = 0.0, 0
+    apart = list[Tensor]()
     for minibatch in batch.epochs[0]:
         step = actor_step(actor, stage.loss(batch, minibatch), minibatch, stage.learner.packer, hold=True)
-        apart_T = (step.ratios.logprob_T - batch.old_logprob_T)[step.ratios.chosen_T].abs()
-        largest = max(largest, float(apart_T.nan_to_num(torch.inf).max()))
-        tokens += len(apart_T)
-    yield judged(
-        FIRST,
-        largest == 0,
-        f"{tokens:,} tokens, largest difference of a log-prob {largest:.2g} (0 allowed)",
-        suspects(config.parallel),
-    )
+        apart.append((step.ratios.logprob_T - batch.old_logprob_T)[step.ratios.chosen_T])
+    yield _equal(FIRST, torch.cat(apart), suspects(config.parallel))
+
+
+def _equal(check: str, apart_T: Tensor, remedy: str) -> Checked:
+    largest = float(apart_T.abs().nan_to_num(torch.inf).max())
+    text = f"{len(apart_T):,} tokens, largest difference of a log-prob {largest:.2g} (0 allowed)"
+    return judged(check, largest == 0, text, remedy)
 
 
 def suspects(parallel: ParallelConfig) -> str:
@@ -84,9 +83,7 @@ def reference(stage: Stage) -> Iterator[Checked]:
     elif config.replays_rollout:
         yield Checked(BEGINS, "skipped", "the policy has the engine's experts")
     else:
-        apart = float((policy_T - reference_T).abs().nan_to_num(torch.inf).max())
-        text = f"{len(policy_T):,} tokens, largest difference of a log-prob {apart:.2g} (0 allowed)"
-        yield judged(BEGINS, apart == 0, text, REMEDY)
+        yield _equal(BEGINS, policy_T - reference_T, REMEDY)
     rollouts.load_for("update")
     weights, settings = stage.weights(), actor.settings
     actor.settings = settings.changed(lr=LARGE * max(1, actor.warmup))

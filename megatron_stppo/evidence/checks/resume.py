@@ -21,13 +21,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field, replace
 from io import StringIO
+from itertools import chain
+from operator import eq
 from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_stppo.base.types import FAILED, Outcome, Task, Trajectory
+from megatron_stppo.base.types import FAILED, Outcome, Task
 from megatron_stppo.cluster.deadlines import Watchdog
 from megatron_stppo.cluster.launch import process
 from megatron_stppo.cluster.preemption import PreemptionNotice
@@ -359,23 +361,17 @@ def _drawn(first: Played, second: Played, on_gpu: bool) -> list[str]:
     if drawn != wanted:
         return [f"tasks {drawn[:8]} are drawn, not {wanted[:8]}"]
     end = BEGIN if on_gpu else None
-    pairs = list(zip(first.own, second.own, strict=False))
-    equal = sum(_tokens(a)[:end] == _tokens(b)[:end] for a, b in pairs)
-    least = SAME * len(pairs) if on_gpu else len(first.own)
-    return [] if equal >= least else [f"{equal} of {len(pairs)} episodes have the same tokens"]
-
-
-def _tokens(trajectory: Trajectory) -> tuple[int, ...]:
-    return trajectory.token_ids[len(trajectory.prompt_ids) :]
+    tokens = [[t.token_ids[len(t.prompt_ids) :][:end] for t in played.own] for played in (first, second)]
+    equal, count = sum(map(eq, *tokens)), min(map(len, tokens))
+    least = SAME * count if on_gpu else len(first.own)
+    return [] if equal >= least else [f"{equal} of {count} episodes have the same tokens"]
 
 
 def _adam_steps(trainer: Trainer) -> list[float]:
     """Return the numbers of steps in the state of the optimizer, each once."""
-    steps = set[float]()
-    for wrapped in trainer.optimizer.chained_optimizers:
-        steps |= {float(group["step"]) for group in wrapped.optimizer.param_groups if "step" in group}
-        steps |= {float(state["step"]) for state in wrapped.optimizer.state.values() if "step" in state}
-    return sorted(steps)
+    parts = [part.optimizer for part in trainer.optimizer.chained_optimizers]
+    every = chain.from_iterable((*part.param_groups, *part.state.values()) for part in parts)
+    return sorted({float(state["step"]) for state in every if "step" in state})
 
 
 def _norm(tensors: list[Tensor]) -> float:
