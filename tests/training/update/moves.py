@@ -24,13 +24,14 @@ def moves(
     from megatron_stppo.parallel import groups
     from megatron_stppo.weights.sharding.hf_names import read_shape
 
-    settings = SETTINGS | {"weight_decay": 0.0, "distributed": distributed}
-    config = Config.model_validate({"model": {"path": model}, "update": {"actor": settings}})
+    settings = SETTINGS | {"weight_decay": 0.0, "distributed": distributed, "warmup_fraction": 1.0}
+    update = {"minibatches": 1, "actor": settings}
+    config = Config.model_validate({"model": {"path": model}, "run": {"iterations": 8}, "update": update})
     mesh, shape = groups.initialize(config.parallel), read_shape(Path(model))
     found = {}
     for name, entries in cases.items():
         actor = build.trainer("actor", shape, config, mesh, torch.float32)
-        actor.warmup, moved = 8, []
+        moved = []
         weights = [p for chunk in actor.chunks for p in chunk.parameters()]
         for gradient, scale in entries:
             actor.zero()
