@@ -29,7 +29,7 @@ from megatron_stppo.parallel.collectives import gather_records
 from megatron_stppo.rollout.vllm.engine import Engine
 
 FOLDER = "records"  # in the run's folder
-Asked = tuple[SamplingParams | None, bool]  # of a request; and whether it is for the adapter
+Asked = tuple[SamplingParams, bool]  # of a request; and whether it is for the adapter
 Open = Callable[[Config, bool], Callable[[], AnyEnvironment]]  # as open_environment
 
 
@@ -117,6 +117,7 @@ def watch(engine: Engine, note: Callable[[Asked], object]) -> None:
     core, ask = engine._core, engine._core.add_request
 
     def add_request(request: EngineCoreRequest) -> None:
+        assert request.sampling_params is not None, "Requests.begin sets them"
         note((request.sampling_params, request.lora_request is not None))
         ask(request)
 

@@ -21,7 +21,7 @@ from megatron_stppo.algorithm.rate import StepMemory
 from megatron_stppo.base.types import FAILED, Branch, Outcome, ScoredBatch, Task, Trajectory, Turn
 from megatron_stppo.config import AlgorithmConfig
 from megatron_stppo.data.packing import groups_of, to_batch
-from megatron_stppo.evidence.bench import defined_advantages, defined_presets
+from megatron_stppo.evidence.bench import defined_advantages, defined_loss
 from megatron_stppo.evidence.bench.defined_advantages import ExactEpisode, ExactToken, ExactTurn
 from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, first_wrong
 from megatron_stppo.model.learner import Learner
@@ -50,7 +50,7 @@ def advantages(stage: Stage) -> Iterator[Checked]:
 
 def preset(name: str) -> Checked:
     """Compare the fields of a preset with the table of the published algorithms."""
-    table = defined_presets.DEFAULTS | defined_presets.PRESETS[name] | {"preset": name}
+    table = defined_loss.DEFAULTS | defined_loss.PRESETS[name] | {"preset": name}
     fields = [(field, value, table.get(field)) for field, value in AlgorithmConfig(preset=name)]
     wrong = [f"{field} is {value}, not {needed}" for field, value, needed in fields if value != needed]
     remedy = f"algorithm.preset={name}: report this line; fields of the section override it meanwhile"

@@ -160,7 +160,7 @@ def _requests(
 ) -> Checked:
     wrong, counts = list(wrong), list[int]()
     for what, requests in (("training", drawn), ("an evaluation", evaluated)):
-        seeds = [_sampling(request).seed for request in requests]
+        seeds = [sampling.seed for sampling, _ in requests]
         counts.append(len(seeds))
         if len(set(seeds)) < len(seeds):
             wrong.append(f"{what}: {len(seeds)} requests have {len(set(seeds))} different seeds")
@@ -257,8 +257,7 @@ def wrong_requests(stage: Stage, requests: Sequence[Asked], what: str) -> Iterat
     temperature, top_p = (r.temperature, r.top_p) if trains else (config.evaluate.temperature, 1.0)
     adapters = served_adapters(config.model.lora, stage.learner.shape)
     served = adapters is not None and adapters.alone  # beside the weights
-    for request in requests:
-        given = _sampling(request)
+    for given, for_adapter in requests:
         free = {name: getattr(given, name) for name in FREE}
         needed = SamplingParams(temperature=temperature, top_p=top_p, stop_token_ids=ends, **free)
         for name in given.__struct_fields__:
@@ -267,13 +266,8 @@ def wrong_requests(stage: Stage, requests: Sequence[Asked], what: str) -> Iterat
                 yield f"{what}: {name} is {value}, not {right}"
         if (given.max_tokens or 0) > r.max_turn_tokens and config.environment.kind != choose.AGENT:
             yield f"{what}: turns may have {given.max_tokens} tokens, not {r.max_turn_tokens}"
-        if request[1] != served:
+        if for_adapter != served:
             yield f"{what}: requests {'without' if served else 'with'} the adapter (model.lora.sync)"
-
-
-def _sampling(request: Asked) -> SamplingParams:
-    assert request[0] is not None, "Requests.begin sets them"
-    return request[0]
 
 
 def _places(config: Config, trained: Sequence[Task], evaluated: Sequence[Task]) -> Checked:

@@ -17,7 +17,7 @@ from megatron_stppo.config import EnvironmentConfig
 from megatron_stppo.environments import choose, search
 from megatron_stppo.environments.base import StepResult
 from megatron_stppo.environments.retrieval import Document
-from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, judged
+from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless
 from megatron_stppo.evidence.checks.tokens import FAR
 from megatron_stppo.parallel.collectives import broadcast_bytes, decode, encode
 from megatron_stppo.rollout.episodes.check_environment import check, rewards
@@ -51,12 +51,10 @@ def fair(stage: Stage) -> Iterator[Checked]:
     faults = [line for line in broken if line not in slow]
     remedy = "environment.kind: `megatron-stppo check-environment` shows all problems"
     yield faultless(CONTRACT, faults, slow[0] if slow else f"{count} episodes", remedy)
-    yield judged(
-        FAIR,
-        not wrong,
-        wrong[0] + (f" (and {len(wrong) - 1} more)" if wrong[1:] else "") if wrong else f"{count} episodes",
-        "environment.kind, environment.reward: grade only the policy's own last answer, as a whole",
-    )
+    if wrong[1:]:
+        wrong[0] += f" (and {len(wrong) - 1} more)"
+    remedy = "environment.kind, environment.reward: grade only the policy's own last answer, as a whole"
+    yield faultless(FAIR, wrong, f"{count} episodes", remedy)
 
 
 def _problems(

@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import pynvml
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from mpmath import betainc
 from pydantic import TypeAdapter
 
 from megatron_stppo.base.files import replacing
@@ -228,18 +228,9 @@ def holm(values: Sequence[float], declared: int) -> list[float]:
 def student(t: float, freedom: int) -> float:
     """Return P(|T| > t) of Student's t with this many degrees of freedom.
 
-    The closed forms of Abramowitz and Stegun, 26.7.3 and 26.7.4, with tan(angle) = t / sqrt(freedom).
     Example: one degree of freedom and t = 1: 1 - 2/pi * pi/4 = 0.5.
     """
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine, odd = math.cos(angle) ** 2, freedom % 2
-    term, total = 1.0, 0.0
-    for k in range(1 + odd, freedom, 2):  # cos^0, cos^2, ... with the factors 1, 1/2, 3/8 or 1, 2/3, 8/15
-        total += term
-        term *= cosine * k / (k + 1)
-    if odd:
-        return 1 - 2 / math.pi * (angle + (math.sin(angle) * math.cos(angle) * total if freedom > 1 else 0.0))
-    return 1 - math.sin(angle) * total
+    return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
 
 
 def quantile(freedom: int) -> float:
@@ -312,7 +303,6 @@ def _figure(every: Sequence[Contrast]) -> str:
     """Return a PNG in base64: every contrast's difference with its interval. Post hoc ones are hollow."""
     shown = [contrast for contrast in every if contrast.differences]
     figure = Figure(figsize=(9, 1 + 0.28 * len(shown)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.axvline(0, color="0.6", linewidth=1)
     for place, contrast in enumerate(shown):
