@@ -113,7 +113,10 @@ def check_layouts(
     with importing(quiet=True, engine=False):
         from megatron_stppo.evidence.layouts.comparison import check_layouts as check
 
-    raise typer.Exit(int(check(settings, output) > 0))
+    process.start(settings)
+    broken = check(settings, output)
+    process.stop()
+    raise typer.Exit(int(broken > 0))
 
 
 @commands.command(epilog=examples("megatron-stppo doctor"))

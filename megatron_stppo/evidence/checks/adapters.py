@@ -15,7 +15,6 @@ from megatron_stppo.evidence.bench.stage import Checked, Stage, faultless, of_ev
 from megatron_stppo.model import build
 from megatron_stppo.model.adapters import adapters
 from megatron_stppo.model.layers import layer_spec
-from megatron_stppo.model.learner import Learner
 from megatron_stppo.weights.sharding.low_rank import A, B
 from megatron_stppo.weights.sharding.spans import chunk_prefix
 from megatron_stppo.weights.sharding.tiles import PADDING, Span
@@ -28,12 +27,8 @@ def added(stage: Stage) -> Iterator[Checked]:
     if not stage.config.model.lora.rank or layer_spec(stage.config) == "transformer_engine":
         yield Checked(ADDED, "skipped", "there are none, or in layers that also normalise their input")
         return
-    yield finding(stage.learner)
-
-
-def finding(learner: Learner) -> Checked:
-    """Return the line of a learner with adapters. Collective; its weights are as before afterwards."""
-    config, mesh, wrong = learner.config, learner.mesh, list[str]()
+    learner, wrong = stage.learner, list[str]()
+    config, mesh = learner.config, learner.mesh
     spans = build.adapters_of_rank(learner.shape, config, mesh.layout, mesh.rank)
     lora, count = config.model.lora, 0
     for role, trainer in learner.trainers.items():
@@ -47,7 +42,7 @@ def finding(learner: Learner) -> Checked:
                 count += 1
     text = f"{count} layers on this rank, alpha {lora.alpha:g}, rank {lora.rank}"
     remedy = "model.lora.alpha, model.lora.rank: report this line"
-    return faultless(ADDED, of_every_rank(wrong), text, remedy)
+    yield faultless(ADDED, of_every_rank(wrong), text, remedy)
 
 
 @torch.no_grad()
@@ -65,9 +60,8 @@ def _outputs(
     """
     weight, a, b = weights
     draw, kept = torch.Generator().manual_seed(0), [weight.clone(), b.clone()]
-    x, random = (
-        torch.randn(n, generator=draw).to(weight) for n in ((4 * ranks, 1, weight.shape[1]), b.shape)
-    )
+    x = torch.randn(4 * ranks, 1, weight.shape[1], generator=draw).to(weight)
+    random = torch.randn(b.shape, generator=draw).to(weight)
     weight.zero_()
     b.copy_(random)
     own = layer(x)[0]

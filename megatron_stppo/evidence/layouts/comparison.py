@@ -107,16 +107,9 @@ def check_layouts(config: Config, output: Path | None = None) -> int:
     """Return the number of cases that differ from the first one. Collective.
 
     The batch is random and small. The algorithm and the model are those of the configuration. The first case
-    is the layout of the configuration. `output`: a JSON file for all measurements. Raises ConfigError.
+    is the layout of the configuration. `output`: a JSON file for all measurements. Raises ConfigError. The
+    default process group exists already; its mesh is that of the last case afterwards.
     """
-    process.start(config)
-    broken = compare(config, output)
-    process.stop()
-    return broken
-
-
-def compare(config: Config, output: Path | None = None) -> int:
-    """Do the work of check_layouts in a default process group that already exists."""
     shape, world, rank = read_shape(config.model.path), dist.get_world_size(), dist.get_rank()
     tolerance, rows = TOLERANCES[process.dtype(config)], list[Compared]()
     for row in compared(config, shape, partial(cases, shape, world, config.parallel)):

@@ -34,7 +34,7 @@ def check(
     from megatron.core import parallel_state
 
     from megatron_stppo.config import Config
-    from megatron_stppo.evidence.layouts.comparison import compare
+    from megatron_stppo.evidence.layouts.comparison import check_layouts
 
     if mistaken:
         make_mistakes()
@@ -48,7 +48,7 @@ def check(
     }
     model_section = {"path": model, "lora": {"rank": rank}}
     config = Config.model_validate({"model": model_section, "parallel": parallel, "algorithm": algorithm})
-    broken = compare(config, Path(output))
+    broken = check_layouts(config, Path(output))
     left, of_last_case = dist.distributed_c10d._world.pg_map, parallel_state._global_process_group_list
     assert len(left) == len(of_last_case), "process groups of earlier cases are left"
     return broken
