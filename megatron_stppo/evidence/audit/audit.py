@@ -58,7 +58,8 @@ def audit(config: Config, run: Path, tolerance: float | None = None) -> int:
     recorded = records.read(config, run, shape.vocab)
     named = {version for iteration in recorded.played for version in iteration.versions}
     away = _start_fault(config, run, shape, 0 in named)
-    saved = _saved(run, not away)
+    steps = step_folder.candidates(run / "checkpoints")  # LATEST names the first; later ones are abandoned
+    saved = {step for step in steps if 0 < step <= steps[0]} | (set() if away else {0})
     if not saved & named and not recorded.damage:
         if not named:
             raise ConfigError(f"RUN_DIR={run}: {'; '.join(notes(recorded))}; choose another run")
@@ -111,12 +112,6 @@ def _begun_with(run: Path) -> str:
         with suppress(OSError, ValueError):  # it is reported when its weights are loaded
             return str(step_folder.read_state(run / "checkpoints" / f"step_{step}").get("begun_with", ""))
     return ""
-
-
-def _saved(run: Path, start: bool) -> set[int]:
-    """Return the versions whose weights can be read. Steps after the one that LATEST names are abandoned."""
-    steps = step_folder.candidates(run / "checkpoints")  # the first is the one that LATEST names
-    return {step for step in steps if 0 < step <= steps[0]} | ({0} if start else set())
 
 
 def pieces_of(learner: Learner, played: Iterable[records.PlayedIteration], version: int) -> Iterator[Piece]:

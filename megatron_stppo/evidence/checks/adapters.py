@@ -4,7 +4,7 @@ Every layer with an adapter gets the same random input twice: without its weight
 alpha / rank * B A, computed in float64, as its weight and without the adapter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,11 @@ def added(stage: Stage) -> Iterator[Checked]:
     for role, trainer in learner.trainers.items():
         for number, chunk in enumerate(trainer.chunks):
             for name, adapter in adapters(chunk):
-                of_a, of_b = (spans[f"{chunk_prefix(len(trainer.chunks), number)}{name}.{m}"] for m in "ab")
+                prefix = f"{chunk_prefix(len(trainer.chunks), number)}{name}"
                 layer: Any = chunk.get_submodule(name.removesuffix(".adapter"))
                 weights = (layer.weight.data, adapter.a.data, adapter.b.data)
-                own, needed = _outputs(layer, weights, of_a, of_b, lora.alpha / lora.rank, mesh.tensor_size)
+                of_ab, factor = [spans[f"{prefix}.{m}"] for m in "ab"], lora.alpha / lora.rank
+                own, needed = _outputs(layer, weights, of_ab, factor, mesh.tensor_size)
                 wrong += apart(f"{role}, {name}", own, needed, ROUNDED[own.dtype])
                 count += 1
     text = f"{count} layers on this rank, alpha {lora.alpha:g}, rank {lora.rank}"
@@ -47,18 +48,13 @@ def added(stage: Stage) -> Iterator[Checked]:
 
 @torch.no_grad()
 def _outputs(
-    layer: Any,
-    weights: tuple[Tensor, Tensor, Tensor],
-    of_a: tuple[Span, ...],
-    of_b: tuple[Span, ...],
-    factor: float,
-    ranks: int,
+    layer: Any, weights: Sequence[Tensor], spans: Sequence[Sequence[Span]], factor: float, ranks: int
 ) -> tuple[Tensor, Tensor]:
     """Return what a layer makes of random numbers with the adapter alone, and with factor * B A alone.
 
-    weights: of the layer, A and B, restored afterwards. of_a, of_b: spans of A and B. ranks: of the layer.
+    weights: of the layer, A and B, restored afterwards. spans: of A and B. ranks: of the layer.
     """
-    weight, a, b = weights
+    (weight, a, b), (of_a, of_b) = weights, spans
     draw, kept = torch.Generator().manual_seed(0), [weight.clone(), b.clone()]
     x = torch.randn(4 * ranks, 1, weight.shape[1], generator=draw).to(weight)
     random = torch.randn(b.shape, generator=draw).to(weight)

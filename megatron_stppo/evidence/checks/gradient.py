@@ -195,7 +195,10 @@ def slopes(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank) 
     """Return the slopes of all parts of a model, which is built for this. Collective."""
     batch = random_batch(shape.vocab, mesh.data_size, config.run.seed)
     half = batch.tokens // (2 * mesh.data_size) + 1  # two micro-batches on each rank
-    trial = Trial.of(role, _still(config, half), shape, mesh, torch.float32)
+    algorithm = steady(config.algorithm).changed(routing_replay="off")
+    still = {"actor": STILL, "critic": STILL, "tokens_per_microbatch": half}
+    config = config.changed(algorithm=algorithm, update=still)
+    trial = Trial.of(role, config, shape, mesh, torch.float32)
     f, scale = _objective(trial, batch)
     counted, every = Counted.of(trial), list[Slope]()
     for number, part in enumerate(counted.parts):
@@ -211,13 +214,6 @@ def slopes(role: build.Role, config: Config, shape: ModelShape, mesh: MeshRank) 
                 slope = Slope(0.0, 0.0, 0.0)
             every.append(replace(slope, where=f"{role}, {part}", along=along))
     return every
-
-
-def _still(config: Config, budget: int) -> Config:
-    """Return the configuration of steps that change nothing, with micro-batches of `budget` tokens."""
-    algorithm = steady(config.algorithm).changed(routing_replay="off")
-    update = {"actor": STILL, "critic": STILL, "tokens_per_microbatch": budget}
-    return config.changed(algorithm=algorithm, update=update)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from statistics import fmean, stdev
 
 import pynvml
 from matplotlib.figure import Figure
-from mpmath import betainc
+from mpmath import betainc, findroot
 from pydantic import TypeAdapter
 
 from megatron_stppo.base.files import replacing
@@ -234,12 +234,8 @@ def student(t: float, freedom: int) -> float:
 
 
 def quantile(freedom: int) -> float:
-    """Return t with P(|T| > t) = 0.05, by bisection. Example: 12.706 with one degree of freedom."""
-    low, high = 1.0, 16.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student(middle, freedom) > 0.05 else (low, middle)
-    return high
+    """Return t with P(|T| > t) = 0.05. Example: 12.706 with one degree of freedom."""
+    return float(findroot(lambda t: student(float(t), freedom) - 0.05, (1, 16), solver="illinois", tol=1e-20))
 
 
 def text(grid: Grid, results: Results) -> str:

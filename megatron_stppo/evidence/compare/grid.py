@@ -107,8 +107,11 @@ class Grid(Section):
     def fields(self, cell: Cell) -> list[str]:
         """Return the overrides of a cell for the command line, without its name and folder."""
         own = self.overrides | (self.settings[cell.setting] or {}) | (self.arms[cell.arm] or {})
-        fields = {"run.seed": cell.seed} | own
-        return [f"{field}={_written(value, cell.seed)}" for field, value in fields.items()]
+        fields = []
+        for field, value in ({"run.seed": cell.seed} | own).items():
+            text = value.replace("{seed}", str(cell.seed)) if isinstance(value, str) else json.dumps(value)
+            fields.append(f"{field}={text}")  # JSON is a flow of YAML
+        return fields
 
     def digest(self, cell: Cell) -> str:
         """Return a hash of the configuration's text and the cell's overrides: two runs with the same one are
@@ -129,12 +132,6 @@ def load(path: Path) -> Grid:
     for fault in _faults(grid):
         raise ConfigError(f"{path}: {fault}")
     return grid
-
-
-def _written(value: Any, seed: int) -> str:
-    if isinstance(value, str):
-        return value.replace("{seed}", str(seed))
-    return json.dumps(value)  # a flow of YAML
 
 
 def _explained(path: Path, error: Any) -> str:
