@@ -202,6 +202,7 @@ class Looped:
         last, config = self.start + 2, self.stage.learner.config
         due = {"checkpoint_every": last, "evaluate_every": last if config.data.evaluate else 0}
         config = config.changed(run=due | {"iterations": max(last, config.run.iterations)})
+        self.stage.rollouts.learner = replace(self.stage.learner, config=config)
         folder, deadlines = config.run.folder, config.deadline_by_phase
         watchdog = Watchdog(folder, deadlines, process.rank(), process.world_size())
         with _silent(), watchdog:
