@@ -36,12 +36,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "one": ("qwen3", 1, {}, False),
     "tensor": ("qwen3", 2, {"tensor": 2}, False),
     "virtual": ("qwen3", 2, {"pipeline": 2, "virtual": 2}, False),
-    "virtual_both_ends": (
-        "qwen3",
-        2,
-        {"pipeline": 2, "virtual": 2, "first_stage_layers": 2, "last_stage_layers": 2},
-        False,
-    ),
     "context": ("qwen3", 2, {"context": 2}, False),
     "tensor_sequence_pipeline": ("qwen3", 4, {"tensor": 2, "pipeline": 2, "sequence": True}, False),
     "biases_tensor": ("qwen2", 2, {"tensor": 2}, False),
@@ -49,9 +43,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "delta_net": ("qwen3_5", 1, {}, False),
     "delta_net_tensor_sequence": ("qwen3_5", 2, {"tensor": 2, "sequence": True}, False),
     "experts_over_all": ("mixtral", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
-    "sinks_experts_over_all": ("gpt_oss", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
+    "sinks": ("gpt_oss", 1, {}, False),
 }
 MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
+    "virtual_both_ends": (
+        "qwen3",
+        2,
+        {"pipeline": 2, "virtual": 2, "first_stage_layers": 2, "last_stage_layers": 2},
+        False,
+    ),
     "data": ("qwen3", 2, {}, True),
     "experts_over_data": ("qwen3_moe", 2, {"expert": 2}, False),
     "mixtral_pipeline": ("mixtral", 2, {"pipeline": 2}, False),
@@ -65,7 +65,7 @@ MORE: dict[str, tuple[str, int, dict[str, Any], bool]] = {
     "delta_net_experts": ("qwen3_5_moe", 2, {"expert": 2}, False),
     "delta_net_experts_tensor": ("qwen3_5_moe", 2, {"tensor": 2, "sequence": True}, False),
     "joined_delta_net": ("qwen3_next", 2, {"pipeline": 2}, False),
-    "sinks": ("gpt_oss", 1, {}, False),
+    "sinks_experts_over_all": ("gpt_oss", 4, {"tensor": 2, "sequence": True, "expert": 2}, False),
     "sinks_pipeline_context": ("gpt_oss", 4, {"pipeline": 2, "context": 2}, False),
     "uneven_sinks": ("gpt_oss", 2, {"pipeline": 2, "first_stage_layers": 1}, False),
     "sinks_virtual": ("gpt_oss", 2, {"pipeline": 2, "virtual": 2}, False),
