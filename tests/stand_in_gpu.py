@@ -57,7 +57,7 @@ def _meta(argument: Any) -> Any:
 
 
 class FusedNorm(torch.autograd.Function):
-    """A norm as CUDA computes it: a kernel forward, two backward. Without a GPU torch uses 18 operations."""
+    """A norm as CUDA computes it: a kernel forward, two backward. Without a GPU torch uses more."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ Made = TypeVar("Made")
 
 
 class Rotated(torch.autograd.Function):
-    """x cos + (x with exchanged halves) sin, where the first half of the sines is negative."""
+    """x cos + (x with exchanged halves) sin of x [P, heads, R]; the first half of the sines is negative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

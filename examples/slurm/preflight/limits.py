@@ -34,7 +34,7 @@ class Limit:
 
 
 LIMITS = (
-    Limit(NODE, "320 on Hopper, else 200", "GB/s", "NVLink gives 230 on an A100, on an H100 360 without NVLS",
+    Limit(NODE, "320 on Hopper, else 200", "GB/s", "a choice below what NVLink should give; not measured",
           "all-reduce within a node", f"nvidia-smi nvlink --status; {EXCLUDE}"),
     Limit(PAIR, "0.7 of a node's adapters, at most 35 per GPU; without any, 250 on Hopper, else 40", "GB/s",
           "eight adapters of 400 Gbit/s carry 400, TCP below 10",

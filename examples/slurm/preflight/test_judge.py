@@ -154,7 +154,7 @@ def test_ranks_that_do_not_answer_are_named_and_the_others_are_judged() -> None:
 
 def test_limits_can_be_changed_and_open_files_grow_with_the_ranks() -> None:
     assert failures(rows(report(3), max_memory_used=0.5)).keys() == {"GPU memory in use"}
-    assert limits.derived([HOPPER])["min_bandwidth_node"] == 320, "a ring gives 360"
+    assert limits.derived([HOPPER])["min_bandwidth_node"] == 320
     given = limits.read(["min_bandwidth_node=300", "max_visible=2.5"])
     assert (given["min_bandwidth_node"], given["max_visible"], given["min_compute"]) == (300.0, 2.5, 0.9)
     many = {row.name: row for row in judge(10_000, {0: report(0)}, {}, limits.DEFAULTS)}
